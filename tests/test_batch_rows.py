@@ -1,5 +1,3 @@
-"""Which pixels belong to which row; rows made into inputs of scoring, joined and stored. Expected by hand."""
-
 from pathlib import Path
 
 import pytest
@@ -14,18 +12,15 @@ CASES = TABLE["cases"]
 
 
 def made(given):
-    """A tensor of a shape, or of values that have a name."""
     return torch.tensor(TABLE["values"][given]) if isinstance(given, str) else torch.zeros(given)
 
 
 def placeholders(rows):
-    """(N, S) bool from strings: x is an image token."""
     length = max(map(len, rows))
     return torch.tensor([[character == "x" for character in row.ljust(length)] for row in rows])
 
 
 def sizes(parts):
-    """Entries of each row, that lie one behind the other from the first on."""
     for slices in parts.values():
         assert [part.start for part in slices] == [0, *(part.stop for part in slices[:-1])]
     return {name: [part.stop - part.start for part in slices] for name, slices in parts.items()}

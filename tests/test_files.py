@@ -1,5 +1,3 @@
-"""Files that are whole or not there, also where a disk is full."""
-
 import errno
 import os
 from io import FileIO

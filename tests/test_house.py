@@ -13,7 +13,6 @@ DESIGN = Path(__file__).parents[1] / "docs" / "design.md"
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
     names = {}
     for file in ROOT.rglob("*.py"):
         parts = file.relative_to(ROOT.parent).with_suffix("").parts
@@ -22,7 +21,6 @@ def modules() -> dict[str, Path]:
 
 
 def imported(file: Path, known: dict[str, Path]) -> set[str]:
-    """The modules of the package that a file imports, within functions too, but for annotations."""
     found, tree = set(), ast.parse(file.read_text(encoding="utf-8"))
     typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     skipped = {id(inner) for node in typing for inner in ast.walk(node)}

@@ -1,5 +1,3 @@
-"""A run from a configuration of EasyR1, by the command and in the place of their entry point."""
-
 import json
 import re
 import subprocess
@@ -125,7 +123,6 @@ def test_a_critic_in_two_processes(config):
 
 @pytest.fixture
 def launcher(monkeypatch):
-    """The commands that are started on a machine of eight GPUs, and what a started process trains by."""
     started = []
     for name in ("LOCAL_RANK", "RANK", "VGR_TRL_LAUNCHED"):
         monkeypatch.delenv(name, raising=False)
@@ -155,7 +152,6 @@ def launcher(monkeypatch):
     ],
 )  # fmt: skip
 def test_processes_are_started_as_the_configuration_asks(config, launcher, more, expected, absent):
-    """None by a process that was started itself."""
     given = [f"config={config}", *more, "trainer.n_gpus_per_node=8"]
     assert mtrl.main(given) == mtrl.main(given) == 0
     command, arguments = launcher

@@ -1,5 +1,3 @@
-"""`vgr-trl evaluate`: several checkpoints, and what other tools read."""
-
 import json
 import shutil
 
@@ -14,7 +12,6 @@ from vgr_trl.reporting.page import write_report
 
 @pytest.fixture
 def run(model_folder, question_files, tmp_path, monkeypatch):
-    """Run the command on the test questions; return what it wrote, and how often a model was loaded."""
     loaded = []
     load = command.load_for_inference
     monkeypatch.setattr(command, "load_for_inference", lambda *a, **k: loaded.append(a[0]) or load(*a, **k))
@@ -72,7 +69,6 @@ def test_the_file_of_a_training_is_taken_without_what_is_of_training(model_folde
 
 @pytest.fixture
 def system_prompts(run, monkeypatch):
-    """Run the command on a model; return the system prompts of its rows, and what was printed."""
     prompts = []
     evaluate = command.evaluate
     monkeypatch.setattr(command, "evaluate", lambda *a, **k: prompts.extend(a[2]["prompt"]) or evaluate(*a, **k))

@@ -1,5 +1,3 @@
-"""The folder of a run, what it evaluates on, and `--dry_run`."""
-
 import io
 import json
 import re
@@ -23,6 +21,8 @@ from vgr_trl.errors import ConfigError
 
 HUB = Path("lujunxi57") / "DDM"
 RUN = {"model": "m", "data": "d", "reward_funcs": ["accuracy"]}
+DRY = """--dry_run --use_cpu true --bf16 false --num_generations 4 --max_completion_length 6 --num_train_epochs 3
+    --token_weights --output_dir run --gradient_accumulation_steps 4"""
 
 
 def test_a_finished_run_of_trl_and_a_file_are_refused_too(tmp_path):
@@ -121,10 +121,6 @@ def test_rows_that_share_an_image_stay_on_one_side(rows):
         assert (len(left), len(right)) == (16, 4)  # an image has four rows, the smallest share above none
 
 
-DRY = """--dry_run --use_cpu true --bf16 false --num_generations 4 --max_completion_length 6 --num_train_epochs 3
-    --token_weights --output_dir run --gradient_accumulation_steps 4"""
-
-
 def check_dry_run(printed):
     """16 rows in rollouts of 4 prompts, 3 epochs; of the small rollout 2 completions of each of 3 prompts are shown."""
     assert len(re.findall(r"^prompt \d: \d+x\d+ px, \d+x\d+ tokens", printed, re.M)) == 3
@@ -144,7 +140,6 @@ def test_a_dry_run_shows_three_prompts_and_writes_nothing(model_folder, question
 
 
 def dry_run(flags):
-    """What this process prints."""
     with redirect_stdout(io.StringIO()) as printed:
         assert main(["train", *flags.split()]) == 0
     return printed.getvalue()

@@ -1,30 +1,22 @@
-"""Repairs of TRL and transformers (`patches/`), but for prompts with images for vLLM."""
-
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.models.families import build
 
+from vgr_trl.patches import trl
 from vgr_trl.patches.transformers import disable_cudnn_attention, without_input_gradients
-from vgr_trl.patches.trl import (
-    conversation_text,
-    flatten_conversations,
-    keep_training_table,
-    merge_round_metrics,
-    remove_oldest_tables,
-    suppress_image_tokens,
-)
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202e\u2066b\x00\x08\r\x0b</td><script>alert(1)</script>[link=x]"
 SHOWN = "a\\x1b[2J\\x1b]0;title\\x07\\x9b31m\\u202e\\u2066b\\x00\\x08\\x0d\\x0b</td><script>alert(1)</script>[link=x]"
+NAN = float("nan")
 
 
 def test_texts_of_a_table_have_no_characters_that_do_something():
     message = {"role": "user", "content": [{"type": "text", "text": HOSTILE}]}
-    assert conversation_text([{"role": "system", "content": "line\n\ttab"}]) == "line\n\ttab"
+    assert trl.conversation_text([{"role": "system", "content": "line\n\ttab"}]) == "line\n\ttab"
     columns = {"prompt": [[message]], "completion": [HOSTILE]}
-    assert flatten_conversations(columns) == {"prompt": [SHOWN], "completion": [SHOWN]}
+    assert trl.flatten_conversations(columns) == {"prompt": [SHOWN], "completion": [SHOWN]}
 
 
 @pytest.fixture
@@ -36,7 +28,7 @@ def folder(tmp_path):
 def test_a_table_of_an_evaluation_replaces_none_of_training(folder):
     file, evaluated = folder / "completions_00002.parquet", folder / "completions_00002_eval.parquet"
     file.write_text("training")
-    with keep_training_table(str(folder.parent), 2, True):
+    with trl.keep_training_table(str(folder.parent), 2, True):
         file.write_text("evaluation")
     assert evaluated.read_text() == "evaluation"
     assert file.read_text() == "training"
@@ -47,42 +39,33 @@ def test_beyond_the_bound_the_oldest_tables_but_the_first_go(folder):
     for name in names:
         (folder / name).write_bytes(b"x" * 100)
     (folder / "mine.parquet").write_bytes(b"x" * 10_000)
-    remove_oldest_tables(str(folder.parent), 450)
+    trl.remove_oldest_tables(str(folder.parent), 450)
     assert {path.name for path in folder.iterdir()} == {names[0], *names[-3:], "mine.parquet"}
-    remove_oldest_tables(str(folder.parent), 1)
+    trl.remove_oldest_tables(str(folder.parent), 1)
     assert {path.name for path in folder.iterdir()} == {names[0], names[-1], "mine.parquet"}
-
-
-NAN = float("nan")
 
 
 def test_rounds_become_one_entry():
     """A batch of 8 completions and rounds of 4 and 2, after an entry of an earlier rollout: (8 a + 4 b + 2 c) / 14."""
     metrics = {
-        "reward": [9.0, 1.0, 2.0, 3.0],
-        "rewards/of_one/mean": [9.0, NAN, 2.0, 8.0],
-        "rewards/of_none/mean": [9.0, NAN, NAN, NAN],
-        "completions/min_length": [1.0, 5.0, 3.0, 4.0],
-        "completions/max_length": [99.0, 5.0, 3.0, 7.0],
-        "sampling/importance_sampling_ratio/max": [9.0, 0.5, 1.5, 1.0],
+        "reward": [9.0, 1.0, 2.0, 3.0], "rewards/of_one/mean": [9.0, NAN, 2.0, 8.0],
+        "rewards/of_none/mean": [9.0, NAN, NAN, NAN], "completions/min_length": [1.0, 5.0, 3.0, 4.0],
+        "completions/max_length": [99.0, 5.0, 3.0, 7.0], "sampling/importance_sampling_ratio/max": [9.0, 0.5, 1.5, 1.0],
         "num_tokens": [70.0],
-    }
+    }  # fmt: skip
     logged = {name: values if name == "num_tokens" else values[:2] for name, values in metrics.items()}
     trainer = SimpleNamespace(_metrics={"train": logged}, _logs={}, accelerator=SimpleNamespace(num_processes=1))
-    with merge_round_metrics(trainer, 8) as rounds:
+    with trl.merge_round_metrics(trainer, 8) as rounds:
         rounds += [4, 2]
         for name in metrics.keys() - {"num_tokens"}:
             logged[name] += metrics[name][2:]
     metrics = logged
     assert metrics.pop("rewards/of_none/mean") == pytest.approx([9.0, NAN], nan_ok=True)
     assert metrics == {
-        "reward": [9.0, pytest.approx(22 / 14)],
-        "rewards/of_one/mean": [9.0, 4.0],
-        "completions/min_length": [1.0, 3.0],
-        "completions/max_length": [99.0, 7.0],
-        "sampling/importance_sampling_ratio/max": [9.0, 1.5],
-        "num_tokens": [70.0],
-    }
+        "reward": [9.0, pytest.approx(22 / 14)], "rewards/of_one/mean": [9.0, 4.0],
+        "completions/min_length": [1.0, 3.0], "completions/max_length": [99.0, 7.0],
+        "sampling/importance_sampling_ratio/max": [9.0, 1.5], "num_tokens": [70.0],
+    }  # fmt: skip
 
 
 def test_image_tokens_are_suppressed_where_trl_does_not(vision_trainer):
@@ -91,12 +74,12 @@ def test_image_tokens_are_suppressed_where_trl_does_not(vision_trainer):
     assert trainer.generation_config.suppress_tokens == [token], "by TRL, or by what is tested here"
     own = {name: value for name, value in trainer.generation_kwargs.items() if name != "suppress_tokens"}
     trainer.generation_kwargs, trainer.generation_config.suppress_tokens = own, None
-    suppress_image_tokens(trainer, installed="1.16.0")
+    trl.suppress_image_tokens(trainer, installed="1.16.0")
     assert trainer.generation_config.suppress_tokens is None
-    suppress_image_tokens(trainer, installed="1.15.0")
+    trl.suppress_image_tokens(trainer, installed="1.15.0")
     assert trainer.generation_config.suppress_tokens == trainer.generation_kwargs["suppress_tokens"] == [token]
     trainer.generation_kwargs = {**own, "suppress_tokens": [3]}
-    suppress_image_tokens(trainer, installed="1.15.0")
+    trl.suppress_image_tokens(trainer, installed="1.15.0")
     assert trainer.generation_config.suppress_tokens == [3], "what the user says comes first"
 
 

@@ -27,6 +27,13 @@ VERSION = INFO[-1].name.removeprefix("trl-").removesuffix(".dist-info") if INFO 
 TRAINER, UTILS = "trainer/grpo_trainer.py", "trainer/utils.py"
 ROLLOUT, SCORING = "_generate_and_score_completions", "_get_per_token_logps_and_entropies"
 MISSING = ast.parse("def missing(): pass").body[0]
+REQUIRED = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"}
+OPTIONAL = {
+    "old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps", "ref_per_token_logps", "tool_mask",
+    "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids",
+    "mm_token_type_ids", "image_position_ids", "num_images", "num_tiles",
+}  # fmt: skip
+CASES = yaml.safe_load(Path(__file__).with_name("trl_source.yaml").read_text(encoding="utf-8"))
 
 
 @cache
@@ -58,14 +65,6 @@ def parameters(node):
     return [each.arg for each in given if each.arg != "self"]
 
 
-REQUIRED = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"}
-OPTIONAL = {
-    "old_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps", "ref_per_token_logps", "tool_mask",
-    "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids",
-    "mm_token_type_ids", "image_position_ids", "num_images", "num_tiles",
-}  # fmt: skip
-
-
 def has_known_columns() -> bool:
     code = ast.unparse(method(ROLLOUT))
     made = " ".join(re.findall(r"output = \{.*\}", code))
@@ -74,7 +73,6 @@ def has_known_columns() -> bool:
 
 
 def looks_the_backbone_up() -> bool:
-    """Within the forward pass, not before it."""
     forward = function("_fused_forward", UTILS)
     return says(forward, "backbone_outputs = getattr(self, ") or says(forward, "backbone_outputs = self.base_model(")
 
@@ -91,7 +89,6 @@ def holds(case) -> bool:
     return min(places) >= 0 and ("says" in case or places == sorted(places))
 
 
-CASES = yaml.safe_load(Path(__file__).with_name("trl_source.yaml").read_text(encoding="utf-8"))
 ASSUMPTIONS = [(case["sentence"], partial(holds, case)) for case in CASES]
 # fmt: off
 ASSUMPTIONS += [
@@ -123,14 +120,12 @@ def test_trl_does(sentence, check):
 
 
 def calls_of_super() -> list[str]:
-    """Methods of TRL's trainer that ours extends."""
     code = "".join((OURS / name).read_text(encoding="utf-8") for name in ("trainer.py", "checkpoints.py"))
     return sorted({*re.findall(r"super\(\)\.(\w+)", code)} - {"__init__"})
 
 
 @pytest.mark.parametrize("name", calls_of_super())
 def test_ours_takes_what_the_method_of_trl_takes(name):
-    """By name and in the same place; what ours does not name it hands on."""
     nodes = [method(name), function(name, "trainer/base_trainer.py", "_BaseTrainer")]
     known = next((parameters(each) for each in nodes if each is not MISSING), None)
     known = known or [each for each in inspect.signature(getattr(Trainer, name)).parameters if each != "self"]

@@ -19,22 +19,14 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from vgr_trl.errors import ConfigError, VLLMServerError
+from vgr_trl.patches import vllm as patches
 from vgr_trl.patches.trl import keep_prompts_unpadded
-from vgr_trl.patches.vllm import (
-    TextProcessor,
-    UnexpandedPrompts,
-    answers_of_server,
-    name_weights_as_saved,
-    naming_unserved_model,
-    plan_unexpanded_prompts,
-)
 
 MESSAGES = [[{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (16, 16))}]}]]
 
 
 @pytest.fixture
 def gemma():
-    """A processor that writes line ends and marks around an image."""
     images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     made = processor("Gemma3Processor", images, GEMMA, byte_tokenizer, image_seq_length=4)
     made.chat_template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", made.image_token)
@@ -66,7 +58,7 @@ def test_the_text_has_one_placeholder_and_the_special_tokens_of_the_processor(ge
     gemma.tokenizer.bos_token = start
     text = gemma.tokenizer(gemma.image_token)["input_ids"]
     written = gemma.apply_chat_template(MESSAGES, tokenize=True, return_dict=True)["input_ids"][0]
-    (ids,) = TextProcessor(gemma).apply_chat_template(MESSAGES, tokenize=True, return_dict=True)["input_ids"]
+    (ids,) = patches.TextProcessor(gemma).apply_chat_template(MESSAGES, tokenize=True, return_dict=True)["input_ids"]
     place = ids.index(text[0])
     assert ids.count(text[0]) == 1
     assert (ids[:place], ids[place + 1 :]) == (written[:place], written[len(written) - len(ids) + place + 1 :])
@@ -80,7 +72,7 @@ def test_later_turns_continue_the_text_of_earlier_ones(gemma):
         return [row], [], [], None
 
     trainer = trainer_of(gemma, generate)
-    unexpanded = plan_unexpanded_prompts(trainer)
+    unexpanded = patches.plan_unexpanded_prompts(trainer)
     prompt, reply, tool, more = [1, 9, 9, 2], [5], [7, 9, 9, 9, 8], [6, 9]  # the policy may write a placeholder
     unexpanded.texts |= {tuple(prompt): [1, 9, 2], tuple(tool): [7, 9, 8]}
     rows = [prompt, prompt + reply + tool, prompt + reply + tool + more + tool]
@@ -91,7 +83,7 @@ def test_later_turns_continue_the_text_of_earlier_ones(gemma):
 
 def test_a_prompt_that_vllm_expands_otherwise_is_refused(gemma):
     trainer = trainer_of(gemma, lambda prompts, *rest: (prompts, [], [], None))
-    unexpanded = plan_unexpanded_prompts(trainer)
+    unexpanded = patches.plan_unexpanded_prompts(trainer)
     unexpanded.texts[1, 9, 9] = [1, 9]
     with pytest.raises(ConfigError):
         trainer.vllm_generation.generate([[1, 9, 9]], [["image"]], 1)
@@ -99,9 +91,9 @@ def test_a_prompt_that_vllm_expands_otherwise_is_refused(gemma):
 
 
 def test_releases_of_trl_that_do_it_themselves_give_vllm_what_they_want(gemma, monkeypatch):
-    assert isinstance(plan_unexpanded_prompts(trainer_of(gemma, None)), UnexpandedPrompts)
+    assert isinstance(patches.plan_unexpanded_prompts(trainer_of(gemma, None)), patches.UnexpandedPrompts)
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda self, prompt_ids, vllm_prompt_ids=None: None)
-    assert plan_unexpanded_prompts(trainer_of(gemma, None)) is None
+    assert patches.plan_unexpanded_prompts(trainer_of(gemma, None)) is None
 
 
 class Server:
@@ -130,7 +122,7 @@ def served(processor, server) -> SimpleNamespace:
     vllm.__dict__ |= {"mode": "server", "vllm_client": client, "accelerator": accelerator, **sampling}
     trainer = trainer_of(processor, None, "server")
     trainer.vllm_generation = vllm
-    plan_unexpanded_prompts(trainer).texts[1, 9, 9, 9, 9] = [1, 9]
+    patches.plan_unexpanded_prompts(trainer).texts[1, 9, 9, 9, 9] = [1, 9]
     return trainer
 
 
@@ -138,7 +130,7 @@ def test_a_server_gets_images_beside_unexpanded_prompts(gemma):
     """Once for a group, as the processor reads transparency; rows without images too."""
     trainer, image = served(gemma, server := Server()), Image.new("RGBA", (16, 16), (200, 30, 30, 99))
     rows = [[1, 9, 9, 9, 9]] * 2 + [[1, 2]] * 2
-    with answers_of_server(trainer):
+    with patches.answers_of_server(trainer):
         read, completions, logps, _ = trainer.vllm_generation.generate(rows, [[image]] * 2 + [None] * 2, 2)
     assert (read, completions, logps) == ([[1, 9, 9, 9, 9]] * 2 + [[1, 2]] * 2, [[5]] * 4, [[[-0.5]]] * 4)
     server.asked.sort(key=lambda asked: asked["token_ids"])  # they were asked at a time
@@ -161,14 +153,14 @@ def test_a_server_that_takes_no_images_beside_tokens_is_named(gemma, given, cure
     trainer = served(gemma, Server(**given))
     with (
         pytest.raises(VLLMServerError, match=f"^The vLLM server at [^ ]+ (takes|refuses).*{cure}"),
-        answers_of_server(trainer),
+        patches.answers_of_server(trainer),
     ):
         trainer.vllm_generation.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
 
 
 def test_a_server_that_expands_otherwise_is_refused(gemma):
     trainer = served(gemma, Server(prompt_token_ids=[1, 9, 9, 9]))
-    with pytest.raises(ConfigError), answers_of_server(trainer):
+    with pytest.raises(ConfigError), patches.answers_of_server(trainer):
         trainer.vllm_generation.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
 
 
@@ -176,16 +168,16 @@ def test_weights_have_the_names_of_a_checkpoint(tmp_path):
     build("llava").save_pretrained(tmp_path)
     saved, model = load_file(tmp_path / "model.safetensors"), build("llava")
     vllm = SimpleNamespace(_iter_named_params=model.named_parameters)
-    name_weights_as_saved(SimpleNamespace(use_vllm=True, _is_vlm=True, model=model, vllm_generation=vllm))
+    patches.name_weights_as_saved(SimpleNamespace(use_vllm=True, _is_vlm=True, model=model, vllm_generation=vllm))
     sent = dict(vllm._iter_named_params())
     assert sent.keys() == saved.keys() != dict(model.named_parameters()).keys()
     assert all(torch.equal(sent[name], saved[name]) for name in saved)
 
 
 def test_a_model_that_vllm_does_not_serve_is_named():
-    with pytest.raises(ConfigError, match="Ovis2ForCausalLM"), naming_unserved_model():
+    with pytest.raises(ConfigError, match="Ovis2ForCausalLM"), patches.naming_unserved_model():
         raise ValueError(
             "Value error, Model architectures ['Ovis2ForCausalLM'] are not supported for now. Supported: []"
         )
-    with pytest.raises(ValueError, match="another"), naming_unserved_model():
+    with pytest.raises(ValueError, match="another"), patches.naming_unserved_model():
         raise ValueError("another")

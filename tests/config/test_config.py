@@ -1,16 +1,22 @@
-"""Options: defaults, aliases, what their metadata allows, combinations that are refused, and options without effect."""
-
 import math
+import re
+import runpy
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
-from trl import TrlParser
+from trl import ModelConfig, TrlParser
 
+from vgr_trl import registries
 from vgr_trl.cli.train import describe_run
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.options import changed_options, unused_options
+
+TABLE = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8"))
+DOCS = Path(__file__).parents[2] / "docs"
+ORIGINS = (DOCS / "migration.md", DOCS / "../experiments/README.md")
 
 
 def config(tmp_path: Path, **options: object) -> DAPOConfig:
@@ -28,9 +34,6 @@ def test_numbers_of_trl_are_checked_as_ours_are(tmp_path):
     for name, value in outside.items():
         with pytest.raises(ConfigError, match=f"^{name} is "):
             config(tmp_path, **{name: value})
-
-
-TABLE = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("options", TABLE["refused"], ids=str)
@@ -66,3 +69,22 @@ def test_flags_and_a_file_as_users_write_them(tmp_path):
     assert (made.warmup_steps, made.early_reward_weights, made.reward_weights) == (0.2, [1.0, 2.0], [2.5, 1.0])
     assert (made.soft_punish_cache, made.num_generations_eval, made.share_prompts) == (50, 4, "on")
     assert made.resume_from_checkpoint == "latest"
+
+
+def test_the_pages_are_in_step_with_the_options():
+    script = runpy.run_path(str(DOCS / "options_table.py"))
+    assert script["page"]() == (DOCS / "options.md").read_text(encoding="utf-8"), "python docs/options_table.py"
+    known = {each.name for group in (*script["GROUPS"], ModelConfig) for each in fields(group)}
+    text = "".join(page.read_text(encoding="utf-8") for page in ORIGINS)
+    here = re.findall(r"^\|.*\|([^|]*)\|[^|]*\|$", text, re.MULTILINE)
+    named = {name for cell in here for name in re.findall(r"`--(\w+)", cell)}
+    assert len(named) > 30
+    assert named <= known
+
+
+def test_every_reward_has_a_row():
+    rows = re.findall(r"^\| `(\w+)` \| `\w+` \|", (DOCS / "rewards.md").read_text(encoding="utf-8"), re.MULTILINE)
+    names = registries.rewards.names()
+    assert set(rows) <= set(names)
+    described = [registries.rewards.load(row) for row in rows]
+    assert [name for name in names if registries.rewards.load(name) not in described] == []

@@ -1,5 +1,3 @@
-"""Advantages: five estimators and GAE by hand, and as recorded from EasyR1."""
-
 import pytest
 import torch
 from recorded import CORE, needs_recorded, tensors

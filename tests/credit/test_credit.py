@@ -1,5 +1,3 @@
-"""Token-level credit: filters, weights and scales by hand, the rules composed, published rules."""
-
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -8,23 +6,8 @@ import pytest
 import torch
 import yaml
 
+from vgr_trl import credit as rules
 from vgr_trl.config import CreditOptions
-from vgr_trl.credit import (
-    OF_REWARD,
-    AnchorOptions,
-    PGPOOptions,
-    VEPOOptions,
-    VGPOOptions,
-    anchor_tokens,
-    mean_dependency,
-    pgpo,
-    shape_advantages,
-    token_weights,
-    top_fraction_mask,
-    trajectory_scale,
-    vepo,
-    vgpo,
-)
 from vgr_trl.errors import ConfigError
 from vgr_trl.recipes import load_recipe
 from vgr_trl.signals.named import RolloutSignals
@@ -33,6 +16,7 @@ from vgr_trl.signals.ratios import AttentionMass
 NAN = math.nan
 ON = ("token_weights", "enable_perception_filtering", "enable_entropy_filtering", "enable_trajectory_reweighting")
 SOFT = {"enable_perception_filtering": True, "perception_weighting": "soft"}
+WEIGHTS = yaml.safe_load(Path(__file__).with_name("token_weights.yaml").read_text(encoding="utf-8"))
 
 
 def signals(mask, *, entropies=None, vgr=None, **measured):
@@ -47,8 +31,7 @@ def signals(mask, *, entropies=None, vgr=None, **measured):
 
 
 def shaped(advantages, measured, **options):
-    """Advantages (N, T), and metrics."""
-    return shape_advantages(torch.tensor(advantages), measured, CreditOptions(**options))
+    return rules.shape_advantages(torch.tensor(advantages), measured, CreditOptions(**options))
 
 
 def test_all_rules_by_hand():
@@ -59,11 +42,9 @@ def test_all_rules_by_hand():
     second completion. z = 1 and 2, so u = 0 and 1, a = 0.9, b = 0.9 + 0.1 / 0.5 = 1.1.
     """
     measured = signals(
-        [[1, 1, 1, 1], [1, 1, 0, 0]],
-        dependency=[[0.0, 3.0, 1.0, 0.0], [4.0, 0.0, 9.0, 9.0]],
-        entropies=[[0.1, 0.2, 0.3, 0.4], [0.5, 0.1, 9.0, 9.0]],
-        vgr=[[1.0, 2.0, 4.0, 2.0], [1.0, 1.0, NAN, NAN]],
-    )
+        [[1, 1, 1, 1], [1, 1, 0, 0]], dependency=[[0.0, 3.0, 1.0, 0.0], [4.0, 0.0, 9.0, 9.0]],
+        entropies=[[0.1, 0.2, 0.3, 0.4], [0.5, 0.1, 9.0, 9.0]], vgr=[[1.0, 2.0, 4.0, 2.0], [1.0, 1.0, NAN, NAN]],
+    )  # fmt: skip
     credit, metrics = shaped(
         [2.0, -1.0], measured, **dict.fromkeys(ON, True),
         top_p_perception_tokens=0.5, top_p_entropy_tokens=0.25, trajectory_scaling_min=0.9,
@@ -97,7 +78,7 @@ def test_soft_perception_weights_instead_of_a_filter():
 def test_weights_of_a_reward_come_before_those_measured():
     """3 and 1 over their mean; none given: VGR 1, 2 has raw √2, √½, over 3 / (2√2); all 0: 1."""
     measured = signals([[1, 1]] * 3, vgr=[[1.0, 2.0]] * 3)
-    measured.extra[OF_REWARD] = torch.tensor([[3.0, 1.0], [NAN, NAN], [0.0, 0.0]])
+    measured.extra[rules.OF_REWARD] = torch.tensor([[3.0, 1.0], [NAN, NAN], [0.0, 0.0]])
     credit, metrics = shaped([2.0, 3.0, 5.0], measured, token_weights=True)
     assert credit.flatten().tolist() == pytest.approx([3.0, 1.0, 4.0, 2.0, 5.0, 5.0])
     assert metrics["token_weight_max"] == pytest.approx(1.5)
@@ -138,7 +119,7 @@ def test_the_number_of_gathers_depends_on_the_options_alone(options):
             calls.append(len(tensor))
             return tensor
 
-        shape_advantages(torch.zeros(4), measured, CreditOptions(**options), gather=gather)
+        rules.shape_advantages(torch.zeros(4), measured, CreditOptions(**options), gather=gather)
         counts.append(calls)
     assert counts[0] == counts[1]
     assert len(counts[0]) <= 2
@@ -147,7 +128,7 @@ def test_the_number_of_gathers_depends_on_the_options_alone(options):
 def test_the_trajectory_scale_compares_the_shaped_completions_of_all_processes():
     """z = 1 and 3 here, 5 not compared; 2 elsewhere: u = 0, 1, mean 1/2, so 0.8 and 1.2; 5 gets the largest."""
     measured = signals([[1]] * 3, dependency=[[1.0], [3.0], [5.0]])
-    credit, metrics = shape_advantages(
+    credit, metrics = rules.shape_advantages(
         torch.ones(3), measured, CreditOptions(enable_trajectory_reweighting=True),
         shaped=torch.tensor([True, True, False]),
         gather=lambda local: torch.cat([local, torch.tensor([2.0])]) if len(local) == 3 else local,
@@ -160,25 +141,22 @@ def test_equal_scores_keep_the_earlier_token_and_undefined_ones_come_last():
     scores = torch.tensor([[0.1, 0.9, 0.3, 0.7, 0.2], [0.4, 9.0, 0.5, 9.0, 9.0], [9.0] * 5])
     valid = torch.tensor([[1] * 5, [1, 0, 1, 0, 0], [0] * 5])  # tool outputs are invalid in the middle
     expected = [[0, 1, 0, 1, 0], [0, 0, 1, 0, 0], [0] * 5]
-    assert top_fraction_mask(scores, valid, 0.4).int().tolist() == expected
+    assert rules.top_fraction_mask(scores, valid, 0.4).int().tolist() == expected
     scores = torch.tensor([[1.0, 1.0, 1.0, 1.0], [NAN, 0.0, NAN, -torch.inf]])
     mask = torch.ones(2, 4, dtype=torch.bool)
-    assert top_fraction_mask(scores, mask, 0.5).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0]]
-    assert top_fraction_mask(scores[1:], mask[1:], 0.25).int().tolist() == [[0, 1, 0, 0]]
+    assert rules.top_fraction_mask(scores, mask, 0.5).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0]]
+    assert rules.top_fraction_mask(scores[1:], mask[1:], 0.25).int().tolist() == [[0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize(("fraction", "length", "kept"), [(0.07, 100, 7), (0.55, 100, 55), (1e-12, 9, 1)])
 def test_fraction_is_the_decimal_number_that_was_written(fraction, length, kept):
     """In floating point 0.07 · 100 is 7.000000000000001 and 0.55 · 100 is 55.00000000000001."""
     mask = torch.ones(1, length, dtype=torch.bool)
-    assert top_fraction_mask(torch.randn(1, length), mask, fraction).sum() == kept
+    assert rules.top_fraction_mask(torch.randn(1, length), mask, fraction).sum() == kept
 
 
 def weigh(vgr, mask, **options):
-    return token_weights(torch.tensor([vgr]).float(), torch.tensor([mask]).bool(), **options)[0].tolist()
-
-
-WEIGHTS = yaml.safe_load(Path(__file__).with_name("token_weights.yaml").read_text(encoding="utf-8"))
+    return rules.token_weights(torch.tensor([vgr]).float(), torch.tensor([mask]).bool(), **options)[0].tolist()
 
 
 @pytest.mark.parametrize(("vgr", "mask", "options", "expected"), WEIGHTS)
@@ -206,16 +184,16 @@ def test_completions_without_a_dependency_keep_scale_1_and_change_no_other():
     """
     dependency = torch.tensor([[1.0], [9.0], [2.0], [NAN], [5.0]])
     mask = torch.tensor([[1], [0], [1], [1], [1]])
-    means = mean_dependency(dependency, mask)
-    assert trajectory_scale(means, means, 0.8)[0].tolist() == pytest.approx([0.8, 1, 0.92, 1, 1.28])
+    means = rules.mean_dependency(dependency, mask)
+    assert rules.trajectory_scale(means, means, 0.8)[0].tolist() == pytest.approx([0.8, 1, 0.92, 1, 1.28])
     for means in ((3.0, 3.0), (0.0, 9e-7), (NAN, NAN), ()):
         alone = torch.tensor(means)
-        assert trajectory_scale(alone, alone, 0.8)[0].tolist() == [1.0] * len(means), "nothing to compare"
+        assert rules.trajectory_scale(alone, alone, 0.8)[0].tolist() == [1.0] * len(means), "none to compare"
 
 
 def vgpo_weights(similarity, mask, groups=None, **options):
     measured = signals(mask, similarity=similarity)
-    return vgpo(torch.ones(len(mask)), measured, measured.mask, VGPOOptions(**options), groups=groups)[0]
+    return rules.vgpo(torch.ones(len(mask)), measured, measured.mask, rules.VGPOOptions(**options), groups=groups)[0]
 
 
 def test_vgpo_compares_completions_of_a_prompt():
@@ -238,7 +216,7 @@ def test_pgpo_by_hand():
     """
     dependency = torch.tensor([[0.0, 0.2, 0.4, 1.0], [0.3, 0.3, 5.0, 5.0], [NAN, 0.0, 1.0, 0.0]]).expm1()
     measured = signals([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]], dependency=dependency.tolist())
-    weights = pgpo(torch.ones(3), measured, measured.mask, PGPOOptions())[0]
+    weights = rules.pgpo(torch.ones(3), measured, measured.mask, rules.PGPOOptions())[0]
     expected = torch.tensor([[0.0, 4 / 9, 8 / 9, 24 / 9], [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 2.0, 1.0]])
     assert torch.allclose(weights, expected, atol=1e-5)
 
@@ -255,8 +233,8 @@ def test_vepo_by_hand():
         jsd=[[0.0, 0.2, 0.4], [NAN, NAN, NAN]],
         perturbed_entropies=[[3.0, 1.0, 3.0], [NAN, NAN, NAN]],
     )
-    options = VEPOOptions(top_p_vepo_tokens=0.4, vepo_alpha=0.5)
-    weights, metrics = vepo(torch.ones(2), measured, measured.mask, options)
+    options = rules.VEPOOptions(top_p_vepo_tokens=0.4, vepo_alpha=0.5)
+    weights, metrics = rules.vepo(torch.ones(2), measured, measured.mask, options)
     assert weights.tolist() == [[0, 1.25, 1.25], [1.25, 1.25, 0]]
     assert metrics["score"][0].tolist() == pytest.approx([0, 0.25, 1], abs=1e-6)
 
@@ -269,7 +247,7 @@ def test_anchor_tokens_by_hand():
     measured = signals([[1, 1, 1, 1], [1, 1, 0, 0]])
     mask = measured.mask
     measured.attention = AttentionMass(vision, vision, torch.tensor([5, 0]), torch.tensor([3, 3]), mask)
-    kept, _ = anchor_tokens(torch.ones(2), measured, mask, AnchorOptions(top_p_anchor_tokens=0.5))
+    kept, _ = rules.anchor_tokens(torch.ones(2), measured, mask, rules.AnchorOptions(top_p_anchor_tokens=0.5))
     assert kept.tolist() == [[False, True, False, True], [True, True, False, False]]
 
 
@@ -312,22 +290,22 @@ def test_prpo_and_tor_by_hand():
                "remove_image": torch.tensor([[-2.0, 0.1, 0, 1], [nan] * 4])},
     )  # fmt: skip
     options = CreditOptions(credit_rules=["prpo"], plugin_options={"prpo_boost": 2.0})
-    shaped, metrics = shape_advantages(torch.tensor([1.0, -1.0]), signals, options)
+    shaped, metrics = rules.shape_advantages(torch.tensor([1.0, -1.0]), signals, options)
     assert shaped[0].tolist() == pytest.approx([2, 1, 1.25, 1])
     assert shaped[1, :2].tolist() == [-1, -1]  # no image
     assert metrics["credit/prpo/robust_dependency"] == pytest.approx((0.5 + 0.125) / 4)
     shares = {"tor_reasoning_share": 0.25, "tor_perception_share": 0.25}
     options = CreditOptions(credit_rules=["tor"], plugin_options=shares)
-    shaped = shape_advantages(torch.tensor([1.0, -1.0]), signals, options)[0]
+    shaped = rules.shape_advantages(torch.tensor([1.0, -1.0]), signals, options)[0]
     assert (shaped[0].tolist(), shaped[1, :2].tolist()) == ([0.5, 1, 0, 0], [-1, -1])
     options.plugin_options = {"tor_reasoning_share": 0.25, "tor_perception_share": 0.5}
-    assert shape_advantages(torch.ones(2), signals, options)[0][0].tolist() == [0.5, 1, 0, 0.5]
+    assert rules.shape_advantages(torch.ones(2), signals, options)[0][0].tolist() == [0.5, 1, 0, 0.5]
 
 
 def test_a_named_rule_that_is_not_switched_on_is_no_silence():
     options = CreditOptions(credit_rules=["trajectory_scale"])
     signals = RolloutSignals(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3).bool(), dependency=torch.ones(2, 3))
     with pytest.raises(ConfigError, match="check_plugins"):
-        shape_advantages(torch.ones(2), signals, options)
+        rules.shape_advantages(torch.ones(2), signals, options)
     options.check_plugins()
-    assert shape_advantages(torch.ones(2), signals, options)[0].shape == (2, 3)
+    assert rules.shape_advantages(torch.ones(2), signals, options)[0].shape == (2, 3)

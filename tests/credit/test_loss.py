@@ -1,19 +1,10 @@
-"""Loss terms by hand and as recorded from EasyR1: kinds of KL, perception loss, entropy penalty."""
-
 import math
 
 import pytest
 import torch
 from recorded import CORE, needs_recorded, tensors
 
-from vgr_trl.loss import (
-    AdaptiveKLController,
-    entropy_penalty,
-    gated_distillation,
-    kl_penalty,
-    perception_loss,
-    teacher_divergence,
-)
+from vgr_trl import loss as terms
 
 LN2 = math.log(2)
 
@@ -23,16 +14,16 @@ def test_kl_by_hand():
     logps, ref = torch.tensor([[-LN2, -2 * LN2]]), torch.tensor([[-2 * LN2, -LN2]])
     expected = {"kl": [LN2, -LN2], "abs": [LN2, LN2], "mse": [LN2**2 / 2] * 2, "low_var_kl": [LN2 - 0.5, 1 - LN2]}
     for kind, values in expected.items():
-        assert kl_penalty(logps, ref, kind)[0].tolist() == pytest.approx(values, abs=1e-6)
+        assert terms.kl_penalty(logps, ref, kind)[0].tolist() == pytest.approx(values, abs=1e-6)
     # Policy (3/4, 1/4), reference (1/2, 1/2): 3/4 ln 3/2 + 1/4 ln 1/2 = 0.1308. Logits may be shifted.
     logits = torch.tensor([[[math.log(3) + 5, 5.0]]])
-    assert kl_penalty(logits, torch.zeros(1, 1, 2), "full").item() == pytest.approx(0.130812, abs=1e-6)
+    assert terms.kl_penalty(logits, torch.zeros(1, 1, 2), "full").item() == pytest.approx(0.130812, abs=1e-6)
 
 
 def test_rounding_noise_has_no_gradient_in_abs():
     """Equal policies differ by rounding, whose sign would depend on how rows are batched."""
     logps = torch.tensor([[-5e-7, 0.0, 5e-7, -2e-6, 0.5]], requires_grad=True)
-    values = kl_penalty(logps, torch.zeros(1, 5), "abs")
+    values = terms.kl_penalty(logps, torch.zeros(1, 5), "abs")
     assert values[0].tolist() == pytest.approx([5e-7, 0, 5e-7, 2e-6, 0.5])
     values.sum().backward()
     assert logps.grad[0].tolist() == [0, 0, 0, -1, 1]
@@ -44,7 +35,7 @@ def test_kl_of_the_published_code(kind):
     for case in CORE:
         names = ("logits", "ref_logits") if kind == "full" else ("logps", "ref_logps")
         mask, expected = torch.tensor(case["mask"]), torch.tensor(case["kl"][kind])
-        found = kl_penalty(*tensors(case, *names), kind)
+        found = terms.kl_penalty(*tensors(case, *names), kind)
         assert ((found - expected) * mask).abs().max() <= 2e-6
         assert (expected * mask).abs().max() > 0.01
 
@@ -52,7 +43,7 @@ def test_kl_of_the_published_code(kind):
 @needs_recorded
 def test_coefficients_of_the_published_code():
     for case in (each["adaptive"] for each in CORE):
-        controller = AdaptiveKLController(case["coefficient"], case["target"], case["horizon"])
+        controller = terms.AdaptiveKLController(case["coefficient"], case["target"], case["horizon"])
         for mean_kl, samples, expected in case["updates"]:
             controller.update(mean_kl, samples)
             assert controller.coefficient == pytest.approx(expected, rel=1e-12)
@@ -66,7 +57,7 @@ def test_loss_and_its_gradients_by_hand():
     """Half as likely without the image: 1/2 + ln 2 - 1, with the derivative 1 - 1/2; padding is left out."""
     logps, perturbed = leaves([-1.0, -2.0, -1.0], [-1.0 - LN2, -2.0, 50.0])
     weights = {"coefficient": 0.1, "entropy_coefficient": 0.03, "perturbed_entropy_coefficient": 0.05}
-    loss = perception_loss(logps, perturbed, torch.tensor([[1, 1, 0]]), **weights)
+    loss = terms.perception_loss(logps, perturbed, torch.tensor([[1, 1, 0]]), **weights)
     expected = [-0.1 * (LN2 - 0.5) + 0.03 * 1 + 0.05 * (1 + LN2), 0.03 * 2 + 0.05 * 2, 0]
     assert loss.tolist()[0] == pytest.approx(expected, abs=1e-6)
     loss.sum().backward()
@@ -78,7 +69,7 @@ def test_loss_and_its_gradients_by_hand():
 def test_a_clamped_token_has_no_gradient(perturbed):
     """e^3 - 4 and 29 + e^-29 - 1 are above 10."""
     logps, perturbed = leaves([-1.0], [perturbed])
-    loss = perception_loss(logps, perturbed, torch.ones(1, 1), coefficient=1.0)
+    loss = terms.perception_loss(logps, perturbed, torch.ones(1, 1), coefficient=1.0)
     loss.sum().backward()
     assert loss.item() == pytest.approx(-10)
     assert logps.grad.item() == perturbed.grad.item() == 0
@@ -87,11 +78,11 @@ def test_a_clamped_token_has_no_gradient(perturbed):
 def test_entropy_penalty_and_padding_that_is_not_read():
     logps, perturbed = leaves([-1.0, -3.0, math.nan], [-2.0, -1.0, -math.inf])
     mask = torch.tensor([[1, 1, 0]])
-    penalty = entropy_penalty(logps, mask)
+    penalty = terms.entropy_penalty(logps, mask)
     assert penalty.tolist()[0] == pytest.approx([0.06, 0.18, 0])
     (penalty.sum() / mask.sum()).backward()
     assert logps.grad.tolist()[0] == pytest.approx([-0.03, -0.03, 0])
-    loss = perception_loss(logps, perturbed, mask, entropy_coefficient=1.0, perturbed_entropy_coefficient=1.0)
+    loss = terms.perception_loss(logps, perturbed, mask, entropy_coefficient=1.0, perturbed_entropy_coefficient=1.0)
     loss.sum().backward()
     assert loss[0, 2] == logps.grad[0, 2] == perturbed.grad[0, 2] == 0
 
@@ -106,17 +97,17 @@ def test_divergence_from_a_teacher_by_hand():
     ids, teacher = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([1 / 2, 1 / 4, 1 / 4]).double().log()
     expected = {"forward": 0.290788, "reverse": 0.312752, "jensen_shannon": 0.073365}
     for kind, value in expected.items():
-        assert teacher_divergence(logits, ids, teacher, kind).item() == pytest.approx(value, abs=1e-6), kind
+        assert terms.teacher_divergence(logits, ids, teacher, kind).item() == pytest.approx(value, abs=1e-6), kind
     every = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 8]).double().log()  # KL over all: 1/2 ln 2 - 1/4 ln 2
-    found = teacher_divergence(logits, torch.arange(4), every, "forward")
+    found = terms.teacher_divergence(logits, torch.arange(4), every, "forward")
     assert found.item() == pytest.approx(LN2 / 4)
 
 
 def test_gated_distillation_by_hand():
     """Gaps of ln 2 and -ln 2 at beta 1: gates of 2/3 and 1/3, without a gradient."""
     logps, teacher = leaves([-2 * LN2, -LN2], [-LN2, -2 * LN2])
-    loss = gated_distillation(logps, teacher.detach(), beta=1.0)
+    loss = terms.gated_distillation(logps, teacher.detach(), beta=1.0)
     loss.sum().backward()
     assert loss.tolist()[0] == pytest.approx([2 / 3 * LN2, -1 / 3 * LN2])
     assert logps.grad.tolist()[0] == pytest.approx([-2 / 3, -1 / 3])
-    assert gated_distillation(logps, teacher, beta=0.0).tolist()[0] == pytest.approx([LN2 / 2, -LN2 / 2])
+    assert terms.gated_distillation(logps, teacher, beta=0.0).tolist()[0] == pytest.approx([LN2 / 2, -LN2 / 2])

@@ -1,5 +1,3 @@
-"""Paths in data lead nowhere but to the files of these data, and to no address."""
-
 import os
 import socket
 
@@ -14,11 +12,21 @@ from support.made_sets import corners, jsonl, loaded
 from vgr_trl.errors import DataError
 
 OWN, SECRET = (250, 10, 10), (10, 10, 250)
+OUTSIDE = ["../private/secret.png", "link.png", "folder/secret.png", "PLACE/private/secret.png", "/etc/passwd"]
+URL = "http://127.0.0.1:9"
+NOT_READ = [f"{URL}/a.png", "loop.png", "nul\0.png"]
+INSIDE = ["own.png", "inner.png", "../data/own.png", "PLACE/data/own.png"]
+IMAGE = {"type": "image"}
+PARTS = [
+    {"type": "image", "image": f"{URL}/a.png"},
+    {"type": "image", "path": "/etc/passwd"},
+    {"type": "image_url", "image_url": {"url": f"{URL}/a.png"}},
+    {"type": "text", "text": "what?", "path": "own.png"},
+]
 
 
 @pytest.fixture
 def place(tmp_path):
-    """A folder of data with an image of its own, beside a folder that is not the data's."""
     for name, colour in (("data/own.png", OWN), ("private/secret.png", SECRET)):
         (tmp_path / name).parent.mkdir()
         Image.new("RGB", (30, 20), colour).save(tmp_path / name)
@@ -27,12 +35,6 @@ def place(tmp_path):
     os.symlink(tmp_path / "data/own.png", tmp_path / "data/inner.png")
     os.symlink("loop.png", tmp_path / "data/loop.png")
     return tmp_path
-
-
-OUTSIDE = ["../private/secret.png", "link.png", "folder/secret.png", "PLACE/private/secret.png", "/etc/passwd"]
-URL = "http://127.0.0.1:9"
-NOT_READ = [f"{URL}/a.png", "loop.png", "nul\0.png"]
-INSIDE = ["own.png", "inner.png", "../data/own.png", "PLACE/data/own.png"]
 
 
 def stored(place, kind):
@@ -80,15 +82,6 @@ def test_training_reads_no_file_outside_of_the_data(place, asked, kind, streamin
     assert all(f"is outside {place / 'data'}" in reasons[row] for row in range(len(OUTSIDE)))
     assert "which is not downloaded" in reasons[len(OUTSIDE)]
     assert asked == []
-
-
-IMAGE = {"type": "image"}
-PARTS = [
-    {"type": "image", "image": f"{URL}/a.png"},
-    {"type": "image", "path": "/etc/passwd"},
-    {"type": "image_url", "image_url": {"url": f"{URL}/a.png"}},
-    {"type": "text", "text": "what?", "path": "own.png"},
-]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -1,5 +1,3 @@
-"""Images as they are stored and read: modes, sizes, files that are hostile or none, rows that are read once."""
-
 import io
 import os
 import struct
@@ -22,12 +20,6 @@ from vgr_trl.errors import ConfigError, DataError
 
 HERE, LIMITS = Path(), ImageLimits()
 ORIENTATION = 0x0112
-
-
-def stored(value, limits=LIMITS) -> Image.Image:
-    return Image.open(io.BytesIO(encode_image(value, HERE, limits)[0]))
-
-
 MODES = [
     ("1", 1, (255, 255, 255)),
     ("L", 77, (77, 77, 77)),
@@ -39,6 +31,11 @@ MODES = [
     ("I;16", 100, (0, 0, 0)),  # sixteen bits are read over their whole range, however dark the image
     ("F", 0.4, (102, 102, 102)),
 ]
+SIZES = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text(encoding="utf-8"))
+
+
+def stored(value, limits=LIMITS) -> Image.Image:
+    return Image.open(io.BytesIO(encode_image(value, HERE, limits)[0]))
 
 
 def test_every_mode_becomes_rgb_on_white_if_the_range_of_its_values_is_known():
@@ -84,9 +81,6 @@ def test_truncated_files_are_refused():
                 encode_image({"bytes": whole[: int(share * len(whole))]}, HERE, LIMITS)
 
 
-SIZES = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text(encoding="utf-8"))
-
-
 @pytest.mark.parametrize(("limits", "size", "expected"), SIZES)
 def test_sizes_by_hand(limits, size, expected):
     size, expected = tuple(size), tuple(expected)
@@ -105,7 +99,6 @@ def chunk(name, data):
 
 
 def png(width, height, *between):
-    """A whole PNG of one bit a pixel, all black."""
     packer = zlib.compressobj(9)
     line = bytes(1 + (width + 7) // 8)
     data = b"".join(packer.compress(line) for _ in range(height)) + packer.flush()
@@ -154,7 +147,6 @@ def test_what_is_no_image_is_refused_whatever_its_name(tmp_path):
 
 
 def test_a_prompt_is_decoded_once_for_its_completions_and_micro_batches(vision_trainer, monkeypatch):
-    """4 prompts of 4 completions in 4 micro-batches, for which TRL's loader reads 16 rows four times."""
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_generations": 4}
     trainer = vision_trainer(max_steps=2, compute_attention_metrics=False, rollout_log_steps=0, **sizes)
     opened = Mock(wraps=open_image)

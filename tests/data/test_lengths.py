@@ -1,5 +1,3 @@
-"""Prompt lengths without decoding images are those that TRL's tokenization gives, on every family of the table."""
-
 from functools import partial
 from types import SimpleNamespace
 

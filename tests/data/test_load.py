@@ -1,5 +1,3 @@
-"""Files, folders and the hub as commands load them; damaged files give a sentence, never another row."""
-
 import pytest
 from datasets import Dataset, DatasetDict
 from support.made_sets import jsonl, parquet, picture, written
@@ -9,6 +7,8 @@ from vgr_trl.errors import ConfigError, DataError
 
 PROBLEMS = ["1 + 1?", "1 + 2?"]
 ROWS = Dataset.from_dict({"problem": PROBLEMS, "solution": ["2", "3"]})
+SOURCES = ["data_files train=FOLDER/no.parquet", "dataset_path FOLDER/no", "dataset_path FOLDER/two",
+           "data_files FOLDER/text.txt", "dataset_name no-such-owner/no-such-set"]  # fmt: skip
 
 
 def test_saved_data_sets_and_parquet_keep_their_rows(tmp_path):
@@ -115,10 +115,6 @@ def test_several_files_of_a_split(tmp_path):
     for text in ("train=", "=a.parquet", "", "train=a.jsonl,", "train=a.jsonl+"):
         with pytest.raises(ConfigError):
             parse_data_files(text)
-
-
-SOURCES = ["data_files train=FOLDER/no.parquet", "dataset_path FOLDER/no", "dataset_path FOLDER/two",
-           "data_files FOLDER/text.txt", "dataset_name no-such-owner/no-such-set"]  # fmt: skip
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -1,9 +1,14 @@
+from pathlib import Path
+
 import pytest
+import yaml
 
 from vgr_trl.cli.arguments import DataArguments, load_system_prompt
 from vgr_trl.data.checked_rows import RowOptions, ready_row
 from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, PromptTemplate, build_prompt, placed
 from vgr_trl.errors import ConfigError, DataError
+
+PLACED = yaml.safe_load(Path(__file__).with_name("placed.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -63,23 +68,6 @@ def test_a_question_template_is_what_the_user_says(tmp_path):
         ready_row(dialogue, RowOptions(system_prompt=template))
 
 
-IMAGE = {"type": "image"}
-
-
-def text(words: str) -> dict[str, str]:
-    return {"type": "text", "text": words}
-
-
-@pytest.mark.parametrize(
-    ("content", "parts"),
-    [
-        ("What?", "What?"),
-        ("<image>\nWhat?", [IMAGE, text("\nWhat?")]),
-        ("<image> or <image>?", [IMAGE, text(" or "), IMAGE, text("?")]),
-        ("<image 1> stays", "<image 1> stays"),
-        ([text("see <image>")], [text("see "), IMAGE]),
-        ([{"type": "image", "text": None}, text("x")], [IMAGE, text("x")]),
-    ],
-)
+@pytest.mark.parametrize(("content", "parts"), PLACED, ids=str)
 def test_a_placeholder_becomes_the_place_of_an_image_and_no_other_character_changes(content, parts):
     assert placed([{"role": "user", "content": content}]) == [{"role": "user", "content": parts}]

@@ -1,5 +1,3 @@
-"""Converters of public sets, choice of ids, and options in another order."""
-
 import io
 import json
 
@@ -26,6 +24,9 @@ VISION = {"id": "val_1", "image": PICTURES[1], "options": TEN, "answer": "J", "s
 EASY = {"image_id": 7, "image": picture(), "questions": ["what colour?", "is it red?"], "answers": ["red", "yes"]}
 STATEMENT = "Is this statement about the image true or false? "
 NLVR = {"identifier": "1-0", "image": picture(), "sentence": " There is a box. ", "label": "true", "objects": None}
+NAVY = ["Isolationism", "America's navy", "a third party", "the union"]
+FIGURES = {f"1501.0000{number}_1.jpg": picture((number, 0, 0)) for number in range(1, 5)}
+NAMES = list(FIGURES)
 
 
 def read(name, folder, *rows):
@@ -34,9 +35,6 @@ def read(name, folder, *rows):
 
 def fields(row):
     return row["id"], row["source"], row["problem"], row["choices"], row["solution"], row["images"]
-
-
-NAVY = ["Isolationism", "America's navy", "a third party", "the union"]
 
 
 @pytest.mark.parametrize(
@@ -82,10 +80,6 @@ def test_nlvr_has_labels_of_two_types_and_boxes_of_objects(tmp_path):
     assert found["regions"] == [[0, 0.5, 0.25, 0.5], [0.5, 0, 0.5, 1]]
     for unreadable in ("[]", "{", '[{"type": "circle"}]'):
         assert read("nlvr", tmp_path, NLVR | {"objects": unreadable})[0][0]["regions"] == []
-
-
-FIGURES = {f"1501.0000{number}_1.jpg": picture((number, 0, 0)) for number in range(1, 5)}
-NAMES = list(FIGURES)
 
 
 def query(number: int, **changed):

@@ -1,5 +1,3 @@
-"""`train`, `inspect` and `convert` understand every row alike: what it asks, what is right, what its images show."""
-
 import base64
 import json
 from pathlib import Path
@@ -17,10 +15,11 @@ COLOURS = {"red": (200, 30, 40), "blue": (10, 20, 250)}
 RED, BLUE = COLOURS.values()
 PNG = base64.b64encode(picture(RED)["bytes"]).decode()
 JPEG = base64.encodebytes(encoded(Image.new("RGB", (8, 6), BLUE), "JPEG", quality=100)).decode()  # in lines of 76
+Read = tuple[dict[int, Any], dict[int, str]]
+LATIN = b'{"problem": "q", "solution": "x"}\n{"problem": "sch\xf6n", "solution": "x"}'
 
 
 def cases(kind: str) -> dict[str, dict[str, Any]]:
-    """By name, with images in the place of their names."""
     text = json.dumps(yaml.safe_load(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))[kind])
     for name, value in (("PNG_TORN", PNG[:-1]), ("PNG", PNG), ("JPEG", json.dumps(JPEG)[1:-1])):
         text = text.replace(name, value)
@@ -28,7 +27,6 @@ def cases(kind: str) -> dict[str, dict[str, Any]]:
 
 
 USABLE, UNUSABLE = cases("usable"), cases("unusable")
-Read = tuple[dict[int, Any], dict[int, str]]
 """The rows that a command can use, and why it leaves the others out, by place."""
 
 
@@ -49,7 +47,6 @@ def inspect(file: Path) -> Read:
 
 
 def convert(file: Path) -> Read:
-    """Convert, and read what was written as `train` does."""
     out = file.with_name("converted")
     flags = ["convert", "jsonl", "--data_files", str(file), "--output_dir", str(out), "--workers", "0"]
     convert_run(make_parser().parse_args(flags))
@@ -129,9 +126,6 @@ def test_other_rows_are_left_out_for_the_same_reason(file, found):
 def test_a_row_means_the_same_without_its_neighbours(file, found, name):
     alone = jsonl(file.with_name("alone.jsonl"), [ROWS[name]])
     assert content(train(alone)[0][0]) == content(found["train"][0][NAMES.index(name)])
-
-
-LATIN = b'{"problem": "q", "solution": "x"}\n{"problem": "sch\xf6n", "solution": "x"}'
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -15,7 +15,6 @@ LEVELS = range(0, 240, 12)  # grey of frame 0, 1, …: 20 frames
 
 
 def write_video(path: Path, images=(), rotation: int = 0) -> Path:
-    """A video of these images, by default of a grey for each of `LEVELS`."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=10)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
@@ -28,7 +27,6 @@ def write_video(path: Path, images=(), rotation: int = 0) -> Path:
 
 
 def greys(frames) -> list[int]:
-    """The frame numbers that pictures are of, by their grey."""
     return [round(frame.convert("L").getpixel((5, 5)) / 12) for frame in frames]
 
 

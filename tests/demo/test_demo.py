@@ -1,5 +1,3 @@
-"""The demo: drawn questions, the warm start, what a short run leaves, and the embedded model as files."""
-
 import json
 
 from datasets import load_dataset
@@ -58,7 +56,6 @@ def test_a_seed_draws_the_same_questions_again_and_no_image_is_in_two_splits():
 
 
 def test_the_embedded_model_writes_answers_and_some_are_right(tmp_path):
-    """So that rewards differ within groups from the first step."""
     folder = tmp_path / "some" / "embedded"
     write_folder(folder, train=64, test=8)
     model, processor = load_for_inference(str(folder / "model"))

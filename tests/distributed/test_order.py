@@ -1,5 +1,3 @@
-"""A run continued from any of its checkpoints sees the prompts in the order of the run that was not interrupted."""
-
 import os
 from pathlib import Path
 
@@ -10,7 +8,9 @@ from datasets import load_dataset
 from support.launching import results_of
 from support.trainers import config, letters_reward, prompts, train_file, vision_trainer
 
-from vgr_trl.errors import DataError
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.patches.transformers import close_group_at_exit
+from vgr_trl.validate.options import refuse_differing_options
 
 CASES = yaml.safe_load(Path(__file__).with_name("order.yaml").read_text(encoding="utf-8"))
 
@@ -34,15 +34,13 @@ def train(data, name: str, folder: Path, checkpoint: str | None = None) -> dict[
     trainer.train(resume_from_checkpoint=checkpoint)
     learned = [] if trainer.critic is None else [*trainer.critic.named.values()]
     return {
-        "prompts": seen,
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "prompts": seen, "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "weights": [value.double().sum().item() for value in [*trainer.model.parameters(), *learned]],
         "coefficient": trainer.kl.controller.coefficient,
-    }
+    }  # fmt: skip
 
 
 def train_all(data, output: Path) -> dict[str, dict]:
-    """Whole runs, and the rest of each from its checkpoints."""
     results = {}
     for name, (_, _, steps) in CASES.items():
         folder = output / name.replace(" ", "_")
@@ -73,7 +71,6 @@ def test_a_continued_run_is_the_undisturbed_one(case, step, results):
 
 
 def start(folder, file, output, change) -> str:
-    """What the trainer says of data that process 1 has in another form."""
     rows = load_dataset("parquet", data_files=file, split="train")
     rows = rows.map(lambda row: {"problem": "which?", "solution": "red", "choices": None})
     if os.environ["RANK"] == "1":
@@ -88,3 +85,15 @@ def test_processes_with_different_data_are_refused(model_folder, question_files,
     file = train_file(question_files)
     for message in results_of(start, model_folder, file, tmp_path, change, processes=2):
         assert message.startswith("The train data of process 1 are not those of process 0")
+
+
+def differ(folder):
+    rank = int(os.environ["RANK"])
+    close_group_at_exit()
+    refuse_differing_options(config(folder / str(rank), run_name=str(rank)))
+    with pytest.raises(ConfigError):
+        refuse_differing_options(config(folder, num_generations=[4, 2][rank]))
+
+
+def test_options_that_differ_are_named_by_all_processes(tmp_path):
+    results_of(differ, tmp_path, processes=2)

@@ -23,41 +23,35 @@ DIFFERENT = (
 
 
 CASES = yaml.safe_load(Path(__file__).with_name("stages.yaml").read_text(encoding="utf-8"))
+SCORED = """
+def ranks(reward_inputs):  # of the batch of all processes
+    texts = [row["response"] for row in reward_inputs]
+    return [{"overall": sorted(texts).index(text), "rows": len(texts)} for text in texts]
+"""
 
 
 def sparse_reward(completions, **kwargs):
-    """Equal within most groups."""
     return [float(len(completion[0]["content"]) % 5 == 0) for completion in completions]
 
 
 def partial_reward(completions, **kwargs):
-    """None for the completions that answer A."""
     texts = [completion[0]["content"] for completion in completions]
     return [None if "<answer>A" in text else float(len(text) % 2) for text in texts]
 
 
 @declares(needs=("similarity",))
 def likeness_reward(completions, similarity, **kwargs):
-    """The mean similarity of each completion's tokens to the image."""
     return similarity
 
 
 @needs_whole_groups("solution")
 def rank_reward(completions, solution, num_generations, log_extra, **kwargs):
-    """Rank of each completion within its group, by its text."""
     texts = [completion[0]["content"] for completion in completions]
     firsts = range(0, len(texts), num_generations)
     assert all(len({*solution[first : first + num_generations]}) == 1 for first in firsts), "whole groups"
     log_extra("text_seen", texts)
     groups = [texts[first : first + num_generations] for first in firsts]
     return [sorted(group).index(text) / num_generations for group in groups for text in group]
-
-
-SCORED = """
-def ranks(reward_inputs):  # of the batch of all processes
-    texts = [row["response"] for row in reward_inputs]
-    return [{"overall": sorted(texts).index(text), "rows": len(texts)} for text in texts]
-"""
 
 
 def run(name, model_folder, question_file, output, rows_per_process, checkpoint=None):
@@ -126,7 +120,6 @@ def assert_same(outcome, other):
 
 
 def test_the_stages_did_something(outcomes):
-    """What would be equal in one process and two where it did nothing."""
     one = {name: result for name, (_, result) in outcomes[0].items()}
     assert set(one["signals"]["rewards"]["vgr_hard_negative_reward"]) - {0.0}
     assert 0.3 < one["signals"]["history"][-1]["combined_token_fraction"] < 1
@@ -140,3 +133,18 @@ def test_the_stages_did_something(outcomes):
         assert one[name]["history"][-1]["critic/value_mean"] != 0
     assert max(entry["vgr/undefined_fraction"] for entry in one["remax, rows without images"]["history"]) > 0
     assert set(one["noise and blind answers"]["rewards"]["blind_accuracy_reward"]) == {0.0, 1.0}
+
+
+def run_in(processes, *given):
+    return run(*given) if processes == 1 else results_of(run, *given, processes=processes)[0]
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_another_number_of_processes_continues_the_run(before, after, model_folder, question_files, tmp_path):
+    data = "replay and resample", model_folder, train_file(question_files)
+    whole = run_in(before, *data, tmp_path / "whole", 4 // before)
+    checkpoint = str(tmp_path / "whole" / "replay_and_resample" / "checkpoint-4")
+    assert_same(whole, run_in(after, *data, tmp_path / "rest", 4 // after, checkpoint))
+    for name in ("replay/replaced_fraction", "dynamic_sampling/generated_groups"):
+        assert sum(entry[name] for entry in whole[1]["history"][4:]) > 0, "it depends on what the checkpoint brought"

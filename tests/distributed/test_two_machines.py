@@ -1,5 +1,3 @@
-"""Two launchers on one machine, each as if it were a machine of its own."""
-
 import json
 import subprocess
 

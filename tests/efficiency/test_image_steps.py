@@ -1,5 +1,3 @@
-"""Three optimizer steps over images, of which rows are left out or features computed once, are TRL's."""
-
 import copy
 
 import pytest
@@ -18,11 +16,11 @@ LORA = {"target_modules": ["q_proj", "v_proj"]}  # no module of the tower is cal
 SIZES = (56, 84, 112)
 STEPS = 3
 SMALLEST = 16  # patches of an image of 56 by 56
+SMALL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
 @pytest.fixture(scope="module")
 def uneven_rows():
-    """One image, or two of unequal size."""
     return questions(lambda number: [picture(number, SIZES[number % 3]), *[picture(number + 50)] * (number % 2)])
 
 
@@ -77,9 +75,6 @@ def stock_and_ours(model, rows, settings, ours_only=None, **more):
     ours = after_steps(DAPO, model, rows, settings | (ours_only or {}), **more)
     assert_same_steps(model[0], ours, stock, 1e-5)
     return stock, ours
-
-
-SMALL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
 @pytest.mark.parametrize(("lora", "changed"), [(None, {"learning_rate": 0.2, "num_iterations": 1}), (LORA, SMALL)])

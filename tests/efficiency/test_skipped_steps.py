@@ -1,34 +1,17 @@
-"""Three optimizer steps that leave out what has no gradient are three steps of TRL's `GRPOTrainer`."""
-
 import math
 from pathlib import Path
 
 import pytest
+import yaml
 from peft import LoraConfig, PrefixTuningConfig
 from support.launching import ENGINES, KINDS, launch
 from support.old_releases import KEEPS_LESS, keeps_prefix
 from support.steps import LOSSES, ROUNDING, relative_difference, uneven_reward
-from support.trainers import logged
-from text_runs import START, build, computed_tokens, equal_rewards, train, weights_of
+from support.trainers import logged, whole_parameters
+from text_runs import START, build, computed_tokens, equal_rewards, train
 
 TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
 WHOLE_COMPLETIONS = ("luspo", "vespo")
-
-
-def assert_equal_steps(start=START, ours_only=(), **settings):
-    stock, ours = train(True, **settings), train(False, **settings | dict(ours_only))
-    assert relative_difference(start, weights_of(ours), weights_of(stock)) < ROUNDING
-    return ours
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_steps_of_every_loss(loss):
-    """One group has no variance, the other has an advantage for every other completion; credit where it is read."""
-    ours = assert_equal_steps(**LOSSES[loss], **TWICE, credit=loss not in WHOLE_COMPLETIONS)
-    assert ours.features.skip_zero_advantage_tokens.enabled == (loss not in WHOLE_COMPLETIONS)
-    assert min(logged(ours, "skipped/rows")) >= 5  # of 6 without an advantage; a micro-batch of such rows runs one
-
-
 TASK = {"task_type": "CAUSAL_LM"}
 READ_WHOLE_ROWS = {
     "prefix tuning": PrefixTuningConfig(**TASK, num_virtual_tokens=3),
@@ -42,31 +25,35 @@ OF_ADAPTERS = {name: {"beta": 0.1, "peft": peft} for name, peft in (READ_WHOLE_R
 OF_ADAPTERS |= {"checkpointed": SMALL, "checkpointed vespo": SMALL | LOSSES["vespo"]}
 drops_caches = pytest.mark.skipif(KEEPS_LESS, reason="checkpoints drop caches")
 OF_RELEASES = {"prefix tuning": keeps_prefix, "checkpointed": drops_caches, "checkpointed vespo": drops_caches}
+TABLE = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text(encoding="utf-8"))
+CASES, BUDGETS = TABLE["other options"], TABLE["budgets"]
+READ = {"beta": 0.1, "entropy_coef": 0.1, "top_entropy_quantile": 0.5}
+COMPARED = {"importance_sampling_level": "sequence", "off_policy_mask_threshold": 1e-4}
+WORKER = Path(__file__).with_name("skip_worker.py")
+
+
+def assert_equal_steps(start=START, ours_only=(), **settings):
+    stock, ours = train(True, **settings), train(False, **settings | dict(ours_only))
+    assert relative_difference(start, whole_parameters(ours), whole_parameters(stock)) < ROUNDING
+    return ours
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_steps_of_every_loss(loss):
+    """One group has no variance, the other has an advantage for every other completion; credit where it is read."""
+    ours = assert_equal_steps(**LOSSES[loss], **TWICE, credit=loss not in WHOLE_COMPLETIONS)
+    assert ours.features.skip_zero_advantage_tokens.enabled == (loss not in WHOLE_COMPLETIONS)
+    assert min(logged(ours, "skipped/rows")) >= 5  # of 6 without an advantage; a micro-batch of such rows runs one
 
 
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=OF_RELEASES.get(name, ())) for name in OF_ADAPTERS])
 def test_steps_of_adapters(name):
     settings = OF_ADAPTERS[name] | {**TWICE, "credit": True}
-    ours = assert_equal_steps(weights_of(build(True, **settings)), **settings)
+    ours = assert_equal_steps(whole_parameters(build(True, **settings)), **settings)
     assert (min(logged(ours, "skipped/rows")) > 0) == ("beta" not in settings)
     for feature in ("share_generation", "share_scoring", "share_training", "skip_padding"):
         assert getattr(ours.features, feature).enabled == (name not in READ_WHOLE_ROWS)
-
-
-CASES = {
-    "one micro-batch": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-    "several steps per rollout": {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "credit": True},
-    # A micro-batch without loss ends a step, and a prompt's next reader stands behind it.
-    "optimizer steps begin within a rollout": {
-        "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "steps_per_generation": 8,
-        "max_steps": 4, "seed": 2, "learning_rate": 0.1,
-    },
-    "truncated completions masked": {"mask_truncated_completions": True, **TWICE},
-    "padded to a multiple": {"pad_to_multiple_of": 4, "credit": True},
-}  # fmt: skip
-READ = {"beta": 0.1, "entropy_coef": 0.1, "top_entropy_quantile": 0.5}
-COMPARED = {"importance_sampling_level": "sequence", "off_policy_mask_threshold": 1e-4}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -105,13 +92,6 @@ def test_steps_without_any_gradient(settings):
     assert logged(ours, "loss") == [0] * 3
 
 
-BUDGETS = {
-    "grpo": {"loss_type": "grpo", "beta": 0.1, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-    "bnpo": {"loss_type": "bnpo", "num_iterations": 2, "gradient_checkpointing": True},
-    "dr_grpo": {"loss_type": "dr_grpo", "mask_truncated_completions": True},
-}
-
-
 @pytest.mark.parametrize("loss", BUDGETS)
 def test_micro_batches_in_parts(loss):
     """28 tokens hold one row of the longest prompt, 22, and the longest completion, 6, and several of shorter ones."""
@@ -119,7 +99,7 @@ def test_micro_batches_in_parts(loss):
     stock = train(True, **settings)
     with computed_tokens(True) as training, computed_tokens(False) as scoring:
         ours = train(False, **settings, max_tokens_per_micro_batch=28, share_prompts=shares)
-    assert relative_difference(START, weights_of(ours), weights_of(stock)) < ROUNDING
+    assert relative_difference(START, whole_parameters(ours), whole_parameters(stock)) < ROUNDING
     assert len(training) > 3 * ours.args.gradient_accumulation_steps
     assert max(training) <= 28
     assert not scoring or max(scoring) <= 28
@@ -133,9 +113,6 @@ def test_old_log_probabilities_of_the_first_pass():
     kl = logged(ours, "approx_kl")
     assert kl[0] == kl[2] == 0
     assert kl[1] > 1e-5
-
-
-WORKER = Path(__file__).with_name("skip_worker.py")
 
 
 @pytest.mark.parametrize("kind", KINDS)

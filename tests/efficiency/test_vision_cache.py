@@ -1,17 +1,16 @@
-"""Images processed once per rollout, image features computed once, and why not elsewhere."""
-
 import random
 from contextlib import nullcontext
 from importlib import import_module
 from inspect import signature
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from support.models.compare import generated, gradients, largest_relative, scored, why_plain, with_head
+from support.models.compare import checkpointed, generated, gradients, largest_relative, scored, why_plain, with_head
 from support.models.families import FAMILIES, OTHERS, build, make_batch, with_frozen_tower
 
 from vgr_trl.sharing import share_prompts
@@ -20,16 +19,8 @@ from vgr_trl.validate.features import plan_vision
 from vgr_trl.vision.dummy_image import add_zero_features
 from vgr_trl.vision.feature_cache import FAMILIES as TYPES
 from vgr_trl.vision.feature_cache import VisionCache, images_processed_once, parts_of_tower
+from vgr_trl.vision.windows import join_windows
 
-
-def noise(seed, *size, mode="RGB"):
-    pixels = random.Random(seed).randbytes(size[0] * size[1] * 3)
-    return Image.frombytes("RGB", size, pixels).convert(mode)
-
-
-FIRST, SECOND, THIRD = noise(0, 70, 44), noise(1, 50, 60, mode="L"), noise(2, 70, 44)
-SEVERAL = [[FIRST, SECOND], [FIRST, SECOND], [SECOND, FIRST], [SECOND, FIRST], [THIRD], [THIRD]]
-SOME_WITHOUT = [[FIRST], [FIRST], [], [], [SECOND]]
 SQUARE = {"height": 16, "width": 16}
 CROPS = {"pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2}
 LONGEST = {"size": {"longest_edge": 64}}
@@ -42,6 +33,20 @@ PROCESSORS = {  # family -> module, options
     "idefics3": ("idefics3", {**LONGEST, "max_image_size": {"longest_edge": 32}}),
     "gemma4": ("gemma4", {}),
 }
+IMAGES, TOKENS, WIDTH = 3, 4, 32  # of a batch of the model; features of one image are TOKENS * WIDTH float32
+KNOWN = {**FAMILIES, **OTHERS}
+ROWS_OF_PIXELS = {"gemma3": 3, "llava": 3, "paligemma": 3, "internvl": 1 + 1 + 3}  # tiles; images elsewhere
+ONCE = "are computed once per rollout"
+
+
+def noise(seed, *size, mode="RGB"):
+    pixels = random.Random(seed).randbytes(size[0] * size[1] * 3)
+    return Image.frombytes("RGB", size, pixels).convert(mode)
+
+
+FIRST, SECOND, THIRD = noise(0, 70, 44), noise(1, 50, 60, mode="L"), noise(2, 70, 44)
+SEVERAL = [[FIRST, SECOND], [FIRST, SECOND], [SECOND, FIRST], [SECOND, FIRST], [THIRD], [THIRD]]
+SOME_WITHOUT = [[FIRST], [FIRST], [], [], [SECOND]]
 
 
 def processor_of(family):
@@ -65,7 +70,6 @@ def processed_once(processor):
 
 @pytest.mark.parametrize("family", PROCESSORS)
 def test_pixel_inputs_are_those_of_every_row(family):
-    """Rows of several images, and for two families rows without any."""
     images = SOME_WITHOUT if family in ("qwen2_vl", "idefics3") else SEVERAL
     row_options = {"return_row_col_info": True} if family in ("idefics3", "smolvlm") else {}
     expected = processor_of(family)(images=images, return_tensors="pt", **row_options)
@@ -99,9 +103,6 @@ def test_images_that_are_told_apart(images, rows):
     assert processor.calls == rows
 
 
-IMAGES, TOKENS, WIDTH = 3, 4, 32  # of a batch of the model; features of one image are TOKENS * WIDTH float32
-
-
 @pytest.fixture
 def model():
     return with_frozen_tower(build("gemma3"))
@@ -113,7 +114,6 @@ def batch():
 
 
 def computed(cache, model, **inputs):
-    """Images whose features a pass of the model has computed; None if it did not ask the cache."""
     cache.metrics()
     with cache.around(model), torch.no_grad():
         model(**inputs)
@@ -139,16 +139,10 @@ def test_images_are_told_apart_by_each_pixel(model, batch):
     assert computed(cache, model, **batch.inputs | {"pixel_values": changed}) == 2
 
 
-KNOWN = {**FAMILIES, **OTHERS}
-ROWS_OF_PIXELS = {"gemma3": 3, "llava": 3, "paligemma": 3, "internvl": 1 + 1 + 3}  # tiles; images elsewhere
-
-
 @pytest.mark.parametrize("name", sorted(TYPES))
 def test_features_are_computed_once_for_generation_scoring_and_training(name):
-    model, batch = (
-        with_head(with_frozen_tower(build(KNOWN[name]))),
-        make_batch(KNOWN[name], images=(1, 2), generations=2),
-    )
+    model = with_head(with_frozen_tower(build(KNOWN[name])))
+    batch = make_batch(KNOWN[name], images=(1, 2), generations=2)
     tokens, expected = generated(model, batch, sample=False), gradients(model, batch)
     with torch.no_grad():
         logps, _ = scored(model, batch)
@@ -185,11 +179,7 @@ def test_image_features_added_as_nothing_reach_all_weights_that_images_do(name):
     assert reached(text, added) == reached(batch, nullcontext()) > reached(text, nullcontext())
 
 
-ONCE = "are computed once per rollout"
-
-
 def plan(model, *, megabytes=64, images=True, compiles=False, sharded=False):
-    """Where the features are computed in a run that is launched so."""
     args = SimpleNamespace(vision_cache_megabytes=megabytes)
     facts = SimpleNamespace(args=args, model=model, has_images=images, compiles=compiles, is_sharded=sharded)
     return str(plan_vision(facts)).removeprefix(f"vision_cache_megabytes={megabytes}: image features ")
@@ -198,13 +188,12 @@ def plan(model, *, megabytes=64, images=True, compiles=False, sharded=False):
 @pytest.mark.parametrize(
     ("launch", "expected"),
     [
-        ({}, ONCE),
-        ({"megabytes": 0}, "are computed in every pass (switched off)"),
+        ({}, ONCE), ({"megabytes": 0}, "are computed in every pass (switched off)"),
         ({"images": False}, "are computed in every pass (data without images)"),
         ({"compiles": True}, "are computed in every pass (torch.compile)"),
         ({"sharded": True}, "are computed in every pass (sharded parameters"),
     ],
-)
+)  # fmt: skip
 def test_launches(launch, expected):
     adapted = get_peft_model(build("qwen2_5_vl"), LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
     assert plan(adapted, **launch).startswith(expected)
@@ -212,7 +201,6 @@ def test_launches(launch, expected):
 
 @pytest.mark.parametrize("target", [["qkv"], r".*merger\.mlp\.0"])
 def test_towers_whose_features_change(target):
-    """By adapters in the tower or its merger, or by dropout."""
     model = get_peft_model(build("qwen2_5_vl"), LoraConfig(target_modules=target))
     assert plan(model) == "are computed in every pass (the vision tower trains)"
     for parameter in model.parameters():  # the reference is the model without them, or with others
@@ -223,3 +211,38 @@ def test_towers_whose_features_change(target):
         if hasattr(module, "dropout"):
             module.dropout = 0.1
     assert plan(model) == "are computed in every pass (dropout in the vision tower)"
+
+
+def counted_calls():
+    name = "scaled_dot_product_attention"
+    return patch.object(torch.nn.functional, name, wraps=getattr(torch.nn.functional, name))
+
+
+def features_and_gradients(model, batch):
+    model.zero_grad(set_to_none=True)
+    outputs = model.model.get_image_features(
+        batch.inputs["pixel_values"].double(), image_grid_thw=batch.inputs["image_grid_thw"]
+    )
+    features = torch.cat(list(outputs.pooler_output))
+    (features * torch.arange(features.numel()).view_as(features)).sum().backward()
+    return features.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+def test_features_and_gradients(name, checkpointing):
+    model, batch = build(name).double().train(), make_batch(name, images=(1, 2))
+    if checkpointing:
+        checkpointed(model)
+    with counted_calls() as plain_calls:
+        features, gradients = features_and_gradients(model, batch)
+    assert join_windows(model) == 2
+    with counted_calls() as calls:
+        joined, joined_gradients = features_and_gradients(model, batch)
+    assert calls.call_count < plain_calls.call_count / 2
+    assert (joined - features).abs().max() < 1e-12
+    assert largest_relative(gradients, joined_gradients) < 1e-9
+
+
+def test_a_family_without_windows():
+    assert join_windows(build("gemma3")) == 0

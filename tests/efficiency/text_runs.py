@@ -18,6 +18,7 @@ from vgr_trl.sharing import exactness
 from vgr_trl.trainer import DAPOTrainer
 
 PAD, EOS, VOCABULARY = 0, 1, 40
+FOLDER = tempfile.mkdtemp()  # TRL loads its reference model from where the policy comes from
 
 
 def build_model() -> Qwen3ForCausalLM:
@@ -30,7 +31,6 @@ def build_model() -> Qwen3ForCausalLM:
 
 
 def build_prompts() -> Dataset:
-    """Of 6 to 22 tokens; the first word is w4 or w5."""
     draw = torch.Generator().manual_seed(1)
     words = [torch.randint(6, VOCABULARY, (4 + row,), generator=draw).tolist() for row in range(12)]
     return Dataset.from_dict({"prompt": [" ".join(f"w{w}" for w in [4 + row % 2, *words[row]]) for row in range(12)]})
@@ -55,7 +55,6 @@ class WithCredit:
         return {**batch, "advantages": batch["advantages"].unsqueeze(1) * (batch["completion_ids"] % 3 == 0)}
 
 
-FOLDER = tempfile.mkdtemp()  # TRL loads its reference model from where the policy comes from
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 build_model().save_pretrained(FOLDER)
 START = {name: parameter.detach().clone() for name, parameter in build_model().named_parameters()}
@@ -70,17 +69,13 @@ def build(stock, *, credit=False, reward=reward_of_every_other_group, peft=None,
     )  # fmt: skip
     kind = GRPOTrainer if stock else DAPOTrainer
     return (type("Credited", (WithCredit, kind), {}) if credit else kind)(
-        model=Qwen3ForCausalLM.from_pretrained(FOLDER),
-        reward_funcs=reward,
-        args=(GRPOConfig if stock else DAPOConfig)(**settings | changed),
-        train_dataset=build_prompts(),
-        processing_class=numbered_tokenizer(VOCABULARY),
-        peft_config=peft,
-    )
+        model=Qwen3ForCausalLM.from_pretrained(FOLDER), reward_funcs=reward,
+        args=(GRPOConfig if stock else DAPOConfig)(**settings | changed), train_dataset=build_prompts(),
+        processing_class=numbered_tokenizer(VOCABULARY), peft_config=peft,
+    )  # fmt: skip
 
 
 def train(stock, **changed):
-    """The trainer after its steps."""
     trainer = build(stock, **changed)
     trainer.train()
     return trainer
@@ -108,8 +103,3 @@ def computed_tokens(gradients):
     ):
         yield passes
     passes[:] = filter(None, passes)
-
-
-def weights_of(trainer):
-    """By name, whole."""
-    return dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())

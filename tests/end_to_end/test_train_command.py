@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import complete_checkpoints
+from support.commands import complete_checkpoints
 from support.made_sets import jsonl, skipped_in
 
 from vgr_trl.cli.__main__ import main
@@ -28,7 +28,6 @@ def flags(model: Path, files: str, output: Path, *more: str) -> list[str]:
 
 
 def logged(output: Path, name: str) -> list[dict]:
-    """The entries of a run's log that have a value of this name."""
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     return [entry for entry in history if name in entry]
 

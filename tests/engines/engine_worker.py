@@ -6,57 +6,32 @@ engine_worker.py KIND MODEL QUESTIONS OUTPUT WHAT …     a case, "saved CASE", 
 import json
 import os
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import engines
 import torch
+import yaml
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
 from support.dealt_completions import generate_by_prompt
-from support.trainers import BIG_STEPS, config, logged, prompts, vision_trainer
+from support.trainers import BIG_STEPS, config, logged, prompts, vision_trainer, whole_parameters
 from transformers import TrainerCallback
 
-from vgr_trl.rewards import accuracy_reward, vgr_hard_negative_reward
-
 SIZES = ((56, 56), (84, 56), (56, 112), (112, 84))  # of images, in turn
-EVERYTHING = {
-    "early_reward_weights": [1.0, 0.5], "reward_weights": [1.0, 1.0], "warmup_steps": 1, "token_weights": True,
-    "enable_perception_filtering": True, "enable_entropy_filtering": True, "enable_trajectory_reweighting": True,
-    "use_entropy_penalty": True, "replay_buffer_size": 4, "dynamic_sampling": "resample",
-    "dynamic_sampling_max_rounds": 1, "rollout_log_steps": 1, "attention_reward_scale": "none",
-}  # fmt: skip
+TABLE = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass
 class Case:
-    options: dict = field(default_factory=lambda: EVERYTHING)
-    rewards: tuple = (accuracy_reward, vgr_hard_negative_reward)
+    options: dict
+    rewards: tuple = ("accuracy", "vgr_hard_negative")
     lora: bool = False
     drop_images: bool = False
 
 
-REPLAYED = {name: value for name, value in EVERYTHING.items() if not name.startswith("dynamic_sampling")}
-GAE = {"advantage_estimator": "gae", "lam": 0.9, "critic_learning_rate": 1e-2, "token_weights": True}
-TEACHER = {
-    "teacher_view": "crop_to_box", "teacher_weights": "reference", "loss_terms": ["teacher_divergence"],
-    "plugin_options": {"crop_margin": 0.0, "teacher_divergence_coef": 100.0}, "reward_weights": [0.0],
-    "attention_rows": "all",
-}  # fmt: skip
-CASES = {
-    "everything": Case(),
-    "mixed": Case(REPLAYED, drop_images=True),
-    "mixed lora": Case(lora=True, drop_images=True),
-    "lora": Case(lora=True),
-    "remax": Case({"advantage_estimator": "remax", "attention_rows": "all"}, (accuracy_reward,)),
-    "critic head": Case(GAE | {"critic": "head"}, (accuracy_reward,)),
-    "critic model": Case(GAE | {"critic": "model"}, (accuracy_reward,)),
-    "teacher": Case(TEACHER, (accuracy_reward,)),
-    "teacher lora": Case(TEACHER, (accuracy_reward,), lora=True),
-    "vepo": Case({"credit_rules": ["vepo"], "attention_rows": "all"}, (accuracy_reward,)),
-    "full kl": Case({"kl_penalty": "full", "kl_coef": 0.1, "attention_rows": "all"}, (accuracy_reward,)),
-}
+CASES = {name: Case(**row) for name, row in TABLE.items()}
 
 
 def no_reward(completions, **kwargs):
@@ -74,7 +49,6 @@ def rows_of(file: str, case: Case) -> Dataset:
 
 
 def trainer_of(kind: str, case: Case, data: tuple[str, str], output: Path, **changed):
-    """The trainer of a case; each of two processes has half of the rows that one alone has."""
     options = {"max_steps": 3, "gradient_accumulation_steps": 2, "check_pixels": True} | BIG_STEPS | case.options
     options |= {"per_device_train_batch_size": 4 // int(os.environ.get("WORLD_SIZE", "1"))}
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if case.lora else None
@@ -96,7 +70,7 @@ def run(kind: str, name: str, data: tuple[str, str], output: Path) -> dict:
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
     folder = output / (f"{kind} resumed {case}" if checkpoint else f"{kind} {name}")
     trainer = trainer_of(kind, CASES[case], data, folder, **options if saves else {})
-    start = engines.whole_parameters(trainer)
+    start = whole_parameters(trainer)
     try:
         trainer.train(resume_from_checkpoint=checkpoint or None)
     except Exception as error:
@@ -106,23 +80,23 @@ def run(kind: str, name: str, data: tuple[str, str], output: Path) -> dict:
     assert engines.found_engine(trainer) == kind or checkpoint, "other processes may resume it"
     if saves:
         trainer.save_model(str(folder / "model"))
-    end = engines.whole_parameters(trainer)
+    end = whole_parameters(trainer)
     return {
-        "moved": {name: end[name] - start[name] for name in start},
-        "end": end,
+        "moved": {name: end[name] - start[name] for name in start}, "end": end,
         "history": [entry for entry in trainer.state.log_history if "reward" in entry],
         "rewards": {key: list(values) for key, values in trainer._logs["rewards"].items()},
         "advantages": list(trainer._logs["advantages"]),
-    }
+    }  # fmt: skip
 
 
 def run_generation(kind: str, data: tuple[str, str], output: Path) -> dict:
     """Two steps with a real `generate`, thrice: as it comes; one process ends at once; all end at once, all dead."""
     found = {}
     for name in ("free", "one silent", "all silent"):
-        case = Case(drop_images=kind not in engines.SHARDED)  # which refuse uneven images in generation
+        drops = kind not in engines.SHARDED  # which refuse uneven images in generation
+        case = replace(CASES["everything"], drop_images=drops)
         if name == "all silent":
-            case = replace(case, rewards=(no_reward, vgr_hard_negative_reward))
+            case = replace(case, rewards=(no_reward, "vgr_hard_negative"))
         trainer = trainer_of(kind, case, data, output / f"{kind} {name}", max_steps=2, max_completion_length=8)
         del trainer.model.generate
         if name == "all silent" or (name == "one silent" and trainer.accelerator.process_index == 1):
@@ -136,20 +110,17 @@ def run_generation(kind: str, data: tuple[str, str], output: Path) -> dict:
 
 
 class Moves(TrainerCallback):
-    """Whether each step has changed anything."""
-
     def __init__(self, trainer) -> None:
         self.trainer, self.moved = trainer, []
-        self.before = engines.whole_parameters(trainer)
+        self.before = whole_parameters(trainer)
 
     def on_step_end(self, args, state, control, **kwargs):
-        now = engines.whole_parameters(self.trainer)
+        now = whole_parameters(self.trainer)
         self.moved.append(not all(torch.equal(now[name], self.before[name]) for name in now))
         self.before = now
 
 
 def run_with_nan(kind: str, data: tuple[str, str], output: Path) -> dict:
-    """Three steps, in the second of which one process computes NaN in its training pass."""
     trainer = trainer_of(kind, CASES["everything"], data, output / f"{kind} nan", max_grad_norm=1.0)
     moves = Moves(trainer)
     trainer.add_callback(moves)

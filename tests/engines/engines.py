@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from torch.distributed.tensor import DTensor
 
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false"}
 FSDP2 = {
@@ -15,11 +14,13 @@ FSDP2 = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
 }  # fmt: skip
 VARIABLES = {
-    "one": {"ACCELERATE_USE_CPU": "true"},
-    "ddp": {"ACCELERATE_USE_CPU": "true"},
+    **{kind: {"ACCELERATE_USE_CPU": "true"} for kind in ("one", "ddp")},
     "zero2": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
-    "zero3": DEEPSPEED
-    | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"},
+    "zero3": {
+        **DEEPSPEED,
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+    },
     "offload": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(Path(__file__).with_name("offload.json"))},
     "fsdp2": FSDP2,
 }
@@ -63,7 +64,6 @@ def prepare(kind: str) -> None:
 
 
 def found_engine(trainer) -> str:
-    """Which engine the trainer runs under."""
     state = trainer.accelerator.state
     if trainer.is_deepspeed_enabled:
         offloads = state.deepspeed_plugin.deepspeed_config["zero_optimization"].get("offload_optimizer", {})
@@ -71,16 +71,3 @@ def found_engine(trainer) -> str:
     if trainer.is_fsdp_enabled:
         return f"fsdp{state.fsdp_plugin.fsdp_version}"
     return "ddp" if trainer.accelerator.num_processes > 1 else "one"
-
-
-def whole_parameters(trainer) -> dict[str, torch.Tensor]:
-    """Copies of the parameters by name, whole in every process."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    named = dict(model.named_parameters())
-    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
-        from deepspeed import zero
-
-        with zero.GatheredParameters(list(named.values())):
-            return {name: value.detach().clone() for name, value in named.items()}
-    parts = {name: value.detach() for name, value in named.items()}
-    return {name: (part.full_tensor() if isinstance(part, DTensor) else part).clone() for name, part in parts.items()}

@@ -13,6 +13,7 @@ import engines
 import torch
 from accelerate import PartialState
 from engine_worker import Case, trainer_of
+from support.trainers import logged, whole_parameters
 
 
 def reward(completions, **kwargs):
@@ -29,19 +30,16 @@ def main() -> None:
         PartialState.__init__ = partialmethod(PartialState.__init__, backend="gloo")
     case = Case({}, (reward,), lora=options.pop("lora"))
     trainer = trainer_of(kind, case, tuple(data), Path(folder) / name, **options)
-    start = engines.whole_parameters(trainer)
+    start = whole_parameters(trainer)
     trainer.train()
-    end = engines.whole_parameters(trainer)
+    end = whole_parameters(trainer)
     if os.environ.get("RANK", "0") == "0":
         engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
         found = {
-            "engine": engines.found_engine(trainer),
-            "joined": trainer.rows_per_pass.joined,
-            "prompts_per_row": [
-                entry["sharing/prompts_per_row"] for entry in trainer.state.log_history if "reward" in entry
-            ],
+            "engine": engines.found_engine(trainer), "joined": trainer.rows_per_pass.joined,
+            "prompts_per_row": logged(trainer, "sharing/prompts_per_row"),
             "micro_batch": engine and [engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()],
-        }
+        }  # fmt: skip
         (Path(folder) / f"{name}.json").write_text(json.dumps(found))
         torch.save({each: end[each] - start[each] for each in start}, Path(folder) / f"{name}.pt")
 

@@ -25,7 +25,6 @@ SAVED = [(kind, case) for kind in (*ENGINES, "offload") for case in ("mixed", "l
 
 @pytest.fixture(scope="module")
 def train(model_folder, question_files, tmp_path_factory):
-    """Run the worker once for a kind of engine and what it is to do; the folder of the outcomes."""
     return _trains(model_folder, train_file(question_files), tmp_path_factory.mktemp("engines"))
 
 

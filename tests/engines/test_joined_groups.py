@@ -1,5 +1,3 @@
-"""Two processes with micro-batches of one, joined into whole groups, train as one process with whole groups."""
-
 import json
 from pathlib import Path
 
@@ -42,7 +40,6 @@ def check(run, found, moved, lora):
     "kind", ["ddp", *(pytest.param(each, marks=pytest.mark.minutes) for each in ("zero2", "fsdp2"))]
 )
 def test_whole_groups_and_their_parts(kind, lora, run):
-    """A budget of one token cuts the joined micro-batches into rows again."""
     for name, budget in (("whole", None), ("cut", 1)):
         found, moved = run(kind, f"{name} {lora}", **TWO, lora=lora, max_tokens_per_micro_batch=budget)
         check(run, found, moved, lora)

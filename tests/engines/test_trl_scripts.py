@@ -10,41 +10,21 @@ from pathlib import Path
 import engines
 import pytest
 import torch
+import yaml
 from support.launching import launch
 from support.trainers import train_file
 
+pytestmark = pytest.mark.minutes
 WORKER = Path(__file__).with_name("trl_script_worker.py")
 OURS = "--dtype float32 --max_completion_length 8 --optim sgd --max_grad_norm 0"
 EVERY = f"--learning_rate 0.1 {OURS} --use_peft --lora_dropout 0 --lora_target_modules q_proj, v_proj --log_completions"
-FLAGS = {  # a run is named by its trainer and its flags
-    "qwen": EVERY,
-    "rloo": f"{EVERY} --advantage_estimator rloo",
-    "smolvlm": f"{EVERY} --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_generations 2",
-    "whole": f"{EVERY} --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --num_generations 2",
-    "halves": f"{OURS} --learning_rate 0.1 --per_device_train_batch_size 2 --gradient_accumulation_steps 4 "
-    "--num_generations 4",
-    "gspo": f"{EVERY} --per_device_train_batch_size 8 --num_generations 8 --importance_sampling_level sequence "
-    "--epsilon 3e-4 --epsilon_high 4e-4 --beta 0.0 --loss_type grpo --gradient_accumulation_steps 2 "
-    "--steps_per_generation 8",
-}
-WHOLE = {"generation": 1 / 8, "training": 1 / 8}
-SHARED = {  # prompts computed per row, by kind of pass
-    "DAPO qwen": WHOLE,
-    "DAPO gspo": WHOLE | {"scoring": 1 / 8, "training": 0.7},  # micro-batches are shuffled
-    "DAPO rloo": WHOLE | {"scoring": 1 / 8},
-    "DAPO smolvlm": {"generation": 1 / 2, "training": 1 / 2},  # micro-batches of one are joined
-    "GRPO qwen": WHOLE,
-    "GRPO gspo": WHOLE | {"scoring": 1 / 8, "training": 0.7},
-    "GRPO smolvlm": {"generation": 1 / 2, "training": 1},
-    "GRPO whole": {"generation": 1 / 2, "training": 1 / 2},
-    "RLOO qwen": {"generation": 1 / 2, "scoring": 1 / 2, "training": 1 / 2},  # two completions by default
-}
+TABLE = yaml.safe_load(Path(__file__).with_name("trl_scripts.yaml").read_text(encoding="utf-8"))
+FLAGS = {name: flags.replace("EVERY", EVERY).replace("OURS", OURS) for name, flags in TABLE["flags"].items()}
+SHARED = TABLE["shared"]
 
 
 @pytest.fixture(scope="module")
 def train(model_folder, question_files, tmp_path_factory):
-    """The folder with the outcomes of some runs under an engine, shared and plain."""
-
     @cache
     def train(kind: str, names: tuple[str, ...]) -> Path:
         folder, runs = tmp_path_factory.mktemp(kind), {}
@@ -68,7 +48,6 @@ def check_equal(moved, expected) -> None:
     assert max(float((moved[name] - value).abs().max()) for name, value in expected.items()) < 1e-4 * largest
 
 
-@pytest.mark.minutes
 @pytest.mark.parametrize("name", SHARED)
 def test_scripts_of_trl(name, train):
     folder = train("zero3", tuple(SHARED))
@@ -82,14 +61,12 @@ def test_scripts_of_trl(name, train):
     check_equal(found["moved"], plain["moved"])
 
 
-@pytest.mark.minutes
 def test_whole_groups_in_place_of_micro_batches_of_one(train):
     """What docs/sharing.md advises users of TRL's trainers leaves the update as it was."""
     folder = train("zero3", tuple(SHARED))
     check_equal(*(torch.load(folder / f"GRPO {each} plain.pt")["moved"] for each in ("whole", "smolvlm")))
 
 
-@pytest.mark.minutes
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "fsdp2"])
 def test_groups_that_are_shuffled_over_micro_batches(kind, train):
     """A process that has no prompt twice waits for no other, and nobody for it."""

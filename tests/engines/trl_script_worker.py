@@ -16,7 +16,7 @@ import torch
 import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from support.trainers import prompts
+from support.trainers import prompts, whole_parameters
 from transformers import AutoProcessor
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 from trl.rewards import accuracy_reward, think_format_reward
@@ -52,21 +52,17 @@ def run(engine: str, data: tuple[str, str], output: Path, trainer: str, shares: 
     ours = ["--model_name_or_path", data[0], "--output_dir", str(output), "--ddp_backend", "gloo", "--bf16", "false"]
     _, args, of_model = parser.parse_args_and_config([*ours, *flags, "--report_to", "none", "--max_steps", "2"])
     args.model_init_kwargs = {
-        "revision": of_model.model_revision,
-        "attn_implementation": of_model.attn_implementation,
+        "revision": of_model.model_revision, "attn_implementation": of_model.attn_implementation,
         "dtype": getattr(torch, of_model.dtype),
-    }
+    }  # fmt: skip
     torch.manual_seed(0)
     made = kind(
-        model=of_model.model_name_or_path,
-        args=args,
-        reward_funcs=[think_format_reward, accuracy_reward, spread_reward],
-        train_dataset=rows_of(data[1]),
-        processing_class=AutoProcessor.from_pretrained(data[0]),
-        quantization_config=get_quantization_config(of_model),
+        model=of_model.model_name_or_path, args=args,
+        reward_funcs=[think_format_reward, accuracy_reward, spread_reward], train_dataset=rows_of(data[1]),
+        processing_class=AutoProcessor.from_pretrained(data[0]), quantization_config=get_quantization_config(of_model),
         peft_config=get_peft_config(of_model),
-    )
-    start, counted, count = engines.whole_parameters(made), defaultdict(lambda: [0, 0]), SharedForward._count
+    )  # fmt: skip
+    start, counted, count = whole_parameters(made), defaultdict(lambda: [0, 0]), SharedForward._count
 
     def counting(forward, kind, rows, computed, *reasons):
         counted[kind][0] += computed
@@ -77,7 +73,7 @@ def run(engine: str, data: tuple[str, str], output: Path, trainer: str, shares: 
     with patch.object(SharedForward, "_count", counting), around:
         made.train()
     assert engines.found_engine(made) == engine
-    end = engines.whole_parameters(made)
+    end = whole_parameters(made)
     moved = {name: end[name] - start[name] for name in start}
     return {"counted": {name: prompts / rows for name, (prompts, rows) in counted.items()}, "moved": moved}
 

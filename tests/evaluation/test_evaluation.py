@@ -13,6 +13,16 @@ from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.demo.demo import draw_questions
 from vgr_trl.evaluation import CompletionGenerator, blank_image, build_conversation, evaluate
 
+ROWS = [
+    {"problem": "what colour ?", "solution": colour, "family": family}
+    for colour, family in (("red", "x"), ("blue", "y"), ("green", "y"))
+]
+SCRIPT = [
+    ["Answer: red", "Answer: red", "Answer: blue"], ["Answer: red", "Answer: blue", "Answer: blue"],
+    ["Answer: teal", "Answer: teal", "Answer: red"],
+]  # fmt: skip
+FOLDER = Path(__file__).parents[2] / "examples" / "lmms_eval"
+
 
 class Scripted(torch.nn.Module):
     """Answers from a script: per question the greedy completion, then the sampled ones."""
@@ -36,17 +46,6 @@ class Scripted(torch.nn.Module):
         texts = [text for answers in self.script[start:end] for text in answers[chosen]]
         written = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
         return torch.cat([input_ids.repeat_interleave(copies, dim=0), written], dim=1)
-
-
-ROWS = [
-    {"problem": "what colour ?", "solution": colour, "family": family}
-    for colour, family in (("red", "x"), ("blue", "y"), ("green", "y"))
-]
-SCRIPT = [
-    ["Answer: red", "Answer: red", "Answer: blue"],
-    ["Answer: red", "Answer: blue", "Answer: blue"],
-    ["Answer: teal", "Answer: teal", "Answer: red"],
-]
 
 
 @pytest.fixture
@@ -95,7 +94,6 @@ def test_interval_unparsable_and_majority_by_hand(tokenizer):
 
 
 def test_a_batch_is_answered_as_its_rows_are_one_by_one(text_model, tokenizer):
-    """Whatever side the tokenizer pads on, and whatever the checkpoint would prefer to generate with."""
     tokenizer.padding_side = "right"
     text_model.generation_config = GenerationConfig(
         num_beams=3, no_repeat_ngram_size=1, min_p=0.5, do_sample=True, eos_token_id=tokenizer.eos_token_id
@@ -128,9 +126,6 @@ def test_rows_with_and_without_images_share_a_batch(model_folder):
     assert moved[1] < 1e-5, "a row without image has nothing to blank"
     blank = blank_image(Image.effect_noise((30, 20), 90))
     assert (blank.size, blank.mode, blank.getcolors()) == ((30, 20), "RGB", [(600, (128, 128, 128))])
-
-
-FOLDER = Path(__file__).parents[2] / "examples" / "lmms_eval"
 
 
 def test_the_lmms_eval_task_gives_the_conversation_of_training_and_grades_it(tmp_path):

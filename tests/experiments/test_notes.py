@@ -37,7 +37,6 @@ def run_example(script: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) 
 
 
 def rewarded_step(output: Path) -> dict:
-    """What the only step of a run has logged."""
     history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     (logged,) = [entry for entry in history if "reward" in entry]
     return logged

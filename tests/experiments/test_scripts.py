@@ -1,5 +1,3 @@
-"""The users' scripts: the settings that they give to training, and that each trains the embedded model."""
-
 import json
 import os
 import runpy
@@ -8,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from trl import ModelConfig
 
 from vgr_trl.cli.arguments import DataArguments, RewardArguments, parse
@@ -18,6 +17,7 @@ from vgr_trl.demo.write_folder import write_folder
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 NO_RUNS = ("check.sh", "common.sh", "data.sh", "ablations.sh")
 SCRIPTS = sorted(path.name for path in EXPERIMENTS.glob("*.sh") if path.name not in NO_RUNS)
+NOTES = yaml.safe_load(Path(__file__).with_name("lines.yaml").read_text(encoding="utf-8"))
 
 
 def run(script: str, folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
@@ -30,14 +30,12 @@ def run(script: str, folder: Path, *flags: str, **variables: str) -> subprocess.
 
 
 def stub(folder: Path, name: str, code: str) -> None:
-    """A command that stands in the place of another."""
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
     (folder / "bin" / name).chmod(0o755)
 
 
 def launched(script: str, folder: Path, *flags: str, **variables) -> list[str]:
-    """What a script gives to `accelerate`, which only writes it down."""
     stub(folder, "accelerate", f'printf "%s\\n" "$@" > {folder}/given')
     (folder / "bin" / "deepspeed.py").touch()
     done = run(script, folder, *flags, **{"PYTHONPATH": str(folder / "bin")} | variables)
@@ -46,12 +44,10 @@ def launched(script: str, folder: Path, *flags: str, **variables) -> list[str]:
 
 
 def from_training_script(arguments: list[str]) -> list[str]:
-    """The path of the training script, and the flags behind it."""
     return arguments[next(at for at, word in enumerate(arguments) if word.endswith("train_grpo_vlm.py")) :]
 
 
 def options(flags: list[str]):
-    """Flags as `vgr-trl train` reads them, on a machine without a GPU."""
     groups = (DataArguments, RewardArguments, DAPOConfig, ModelConfig)
     return parse(groups, "train", [*flags, "--use_cpu", "true", "--bf16", "false"])
 
@@ -110,7 +106,6 @@ def tiny_folder(tmp_path_factory):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path, monkeypatch):
-    """With what it gives to accelerate, from another directory and with an override; the model is changed by it."""
     flags = "--max_steps 2 --output_dir out".split()
     arguments = launched(script, tmp_path, *flags, TINY="1", TINY_FOLDER=str(tiny_folder))
     monkeypatch.chdir(tmp_path)
@@ -125,22 +120,12 @@ def test_each_trains_the_embedded_model(script, tiny_folder, tmp_path, monkeypat
     assert all(("replay/size" in entry) is (script != "tprl.sh") for entry in steps)
     assert "eval_reward" in json.loads((tmp_path / "out" / "metrics.json").read_text())
     seen = {name for entry in steps for name in entry}
-    assert TRACES.get(script, {"rewards/vgr_reward/mean"}) <= seen
-
-
-FAILS = """printf "%s\n" "$@" > given
-if [[ " $* " == *" --dry_run "* ]]; then
-    printf " data   a.parquet: training  \n        8 rows, evaluation none \n rewards   accuracy\n"
-else
-    echo "vgr-trl train: There is no room." >&2
-    echo "subprocess.CalledProcessError: it returned non-zero exit status 1." >&2
-    exit 1
-fi"""
+    assert set(NOTES["traces"].get(script, ["rewards/vgr_reward/mean"])) <= seen
 
 
 def test_a_check_says_where_a_run_would_fail_and_why(tiny_folder, tmp_path):
     """And asks for everything that a run may measure, whatever the script and the user's flags say."""
-    stub(tmp_path, "accelerate", FAILS)
+    stub(tmp_path, "accelerate", NOTES["fails"])
     words = [str(EXPERIMENTS / "tprl.sh"), "--token_weights", "false", "--max_prompt_length", "99"]
     done = run("check.sh", tmp_path, *words, TINY="1", TINY_FOLDER=str(tiny_folder))
     assert done.returncode == 1
@@ -152,13 +137,3 @@ def test_a_check_says_where_a_run_would_fail_and_why(tiny_folder, tmp_path):
     assert all((config.compute_attention_metrics, config.token_weights, config.enable_perception_filtering))
     assert config.replay_buffer_size == 64
     assert run("check.sh", tmp_path, "nothing.sh").returncode == 2
-
-
-# What each experiment leaves in the log, if not the reward vgr.
-TRACES = {
-    "experiment4.sh": {"rewards/vgr_hard_negative_reward/mean"},
-    "experiment5.sh": {"rewards/vgr_reward/mean", "token_weight_max"},
-    "dapo_train.sh": {"rewards/vgr_hard_negative_reward/mean"},
-    "mdi.sh": {"rewards/mdi_reward/mean"},
-    "tprl.sh": {"perception_token_fraction", "entropy_token_fraction", "scaling_factor_mean"},
-}

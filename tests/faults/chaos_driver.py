@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 import engines
 import torch
 from support.launching import held_port
-from support.trainers import config, letters_reward, prompts, vision_trainer
+from support.trainers import config, letters_reward, prompts, vision_trainer, whole_parameters
 from transformers import TrainerCallback
 
 from vgr_trl.checkpoints import lacks_final_model_only, load_trained, resolve_checkpoint
@@ -62,7 +62,7 @@ def train(data: tuple[str, str], kind: str, replay: int) -> None:
     else:
         trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model("out")
-    weights = engines.whole_parameters(trainer)
+    weights = whole_parameters(trainer)
     if trainer.is_world_process_zero():
         Path("out", "last").write_text("all is there")
         torch.save(weights, "weights.pt")
@@ -116,7 +116,6 @@ def _fork(folder, data, kind, replay, point, rank, processes, port) -> int:
 
 
 def newest_complete(whole: Path, folder: Path) -> int:
-    """The step of the newest checkpoint that is as in the undisturbed run."""
     for step in range(STEPS, 0, -1):
         files = (where / f"out/checkpoint-{step}" for where in (whole, folder))
         expected, found = ({path.relative_to(at): path.stat().st_size for path in at.rglob("*")} for at in files)

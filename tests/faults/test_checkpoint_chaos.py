@@ -1,5 +1,3 @@
-"""Kills at the file boundaries of a save, and torn files, by ckpt-chaos: a run that goes on ends as the undisturbed."""
-
 import json
 import subprocess
 import sys
@@ -21,7 +19,6 @@ CASES = [("one", 0, 0), ("one", 4, 0), ("ddp", 4, 12), ("zero2", 4, 8), ("zero3"
 def test_no_kill_in_a_save_costs_more_than_what_was_not_saved(
     kind, replay, most, model_folder, question_files, tmp_path
 ):
-    """Every boundary in one process; of engines some of each of two, spread over all saves, some of them torn files."""
     given = [model_folder, train_file(question_files), tmp_path, kind, replay, most]
     command = [sys.executable, "-W", "ignore", str(DRIVER), *map(str, given)]
     run = subprocess.run(command, env=environment(), capture_output=True, text=True)

@@ -1,5 +1,3 @@
-"""Images that are damaged, so that the next row is used, or deleted or cut after the data were checked."""
-
 import os
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from vgr_trl.errors import DataError
 
 @pytest.fixture
 def data(question_files, tmp_path):
-    """Questions with their images in files beside them."""
     lines, folder = [], tmp_path / "data"
     folder.mkdir()
     for number, row in enumerate(prompts(train_file(question_files))):
@@ -34,8 +31,6 @@ def trainer_of(model_folder, data, output, reward=letters_reward, **options):
 
 
 class Break(TrainerCallback):
-    """Deletes or cuts the images of a folder after the second step."""
-
     def __init__(self, folder, cut):
         self.cut, self.images = cut, {path: path.read_bytes() for path in folder.glob("*.png")}
 
@@ -83,7 +78,6 @@ def train(model_folder, data, workers: int, folder: Path, checkpoint: str | None
 
 @pytest.mark.parametrize(("processes", "workers"), [(1, 1), (2, 0)])
 def test_the_row_after_a_damaged_one_takes_its_place_on_every_process(processes, workers, model_folder, data, tmp_path):
-    """The header of the damaged image can be read, and its end is there."""
     data.write_text("".join(data.read_text().splitlines(keepends=True)[:6]))
     image = bytearray((data.parent / "2.png").read_bytes())
     place = image.index(b"IDAT") + 20

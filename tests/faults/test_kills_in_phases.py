@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import complete_checkpoints
+from support.commands import complete_checkpoints
 from support.launching import SECONDS, environment, launch
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 

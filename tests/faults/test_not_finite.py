@@ -1,5 +1,3 @@
-"""NaN in a model and rewards that fail: which updates are left out, what ends the run, and that no weight is NaN."""
-
 import math
 
 import pytest

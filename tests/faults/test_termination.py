@@ -12,22 +12,23 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from safetensors.torch import load_file
-from support.checkpoints import complete_checkpoints
-from support.commands import ROOT, finish, train_command
+from support.commands import ROOT, complete_checkpoints, finish, train_command
 from support.launching import children_of, environment, outputs, wait_for_line
 from support.trainers import train_file
+from torch import distributed
 from transformers import TrainerControl
 
 from vgr_trl.callbacks import stopping
-from vgr_trl.errors import RewardError
+from vgr_trl.errors import ProcessError, RewardError
+from vgr_trl.processes import naming_silent_process
 
 CPU = {"ACCELERATE_USE_CPU": "true", "PYTHONUNBUFFERED": "1"}
+OF_TWO = [pytest.param(2, asked, "", marks=pytest.mark.minutes) for asked in ("child", "all")]
 
 
 @pytest.fixture
 def command(model_folder, question_files, tmp_path):
     def make(flags, processes=1):
-        """Train with eight completions a step."""
         launcher = "-m torch.distributed.run --standalone --nproc_per_node=2" if processes > 1 else ""
         flags = f"--per_device_train_batch_size {8 // processes} {flags}"
         return train_command(model_folder, train_file(question_files), tmp_path / "run", flags, launcher)
@@ -36,7 +37,6 @@ def command(model_folder, question_files, tmp_path):
 
 
 def begin(command, **variables):
-    """A run that has made three steps."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     run = subprocess.Popen(command, cwd=ROOT, text=True, env=environment(**CPU, **variables), **pipes)
     wait_for_line(run, "step    3/1000")
@@ -44,15 +44,11 @@ def begin(command, **variables):
 
 
 def check_continues(command, processes, output):
-    """One more step from the newest checkpoint, which has at least two."""
     step = int(complete_checkpoints(output)[-1].name.removeprefix("checkpoint-"))
     assert 2 <= step < 1000
     rest = finish(command(f"--save_steps 1000 --max_steps {step + 1} --resume_from_checkpoint", processes), **CPU)
     assert rest.returncode == 0, rest.stderr[-3000:]
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == step + 1
-
-
-OF_TWO = [pytest.param(2, asked, "", marks=pytest.mark.minutes) for asked in ("child", "all")]
 
 
 @pytest.mark.parametrize(("processes", "asked", "flags"), [*OF_TWO, (1, "all", "--dataloader_num_workers 1")])
@@ -74,7 +70,6 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(processes, asked, flags, c
 
 @pytest.mark.minutes
 def test_a_process_that_is_stopped(command, tmp_path):
-    """The other process ends with a sentence, the launcher ends all, and the run goes on."""
     seconds = 30  # more than one process ever waits for the other on a machine that does much else
     run = begin(command(f"--save_steps 2 --ddp_timeout {seconds} --max_steps 1000", processes=2))
     processes = children_of(run)
@@ -178,3 +173,25 @@ def test_a_second_signal_ends_the_process_unless_it_belongs_to_the_first(monkeyp
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
         callback.restore_handler()
+
+
+@pytest.mark.parametrize(
+    ("message", "is_lost"),
+    [
+        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800ms for recv operation", True),
+        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 60 ms", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp, ncclRemoteError: A call failed possibly due to", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp, ncclInvalidUsage: This usually reflects invalid usage", False),
+        ("CUDA out of memory. Connection refused", False),
+    ],
+)
+def test_errors_of_backends(message, is_lost, monkeypatch):
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    with pytest.raises(RuntimeError) as raised, naming_silent_process(60, lambda: 4):
+        raise RuntimeError(message)
+    if is_lost:
+        assert isinstance(raised.value, ProcessError)
+        assert "2 processes has ended, or has not answered for ddp_timeout=60 seconds, at step 4" in str(raised.value)
+    else:
+        assert str(raised.value) == message

@@ -1,5 +1,3 @@
-"""A tracker that cannot be reached ends a run at its start; one that fails later does not."""
-
 from errno import ENOSPC
 
 import pytest

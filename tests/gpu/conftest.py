@@ -32,7 +32,6 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture
 def measured(request):
-    """What a test writes into it stands beside its outcome in the results."""
     request.node.measured = {}
     return request.node.measured
 
@@ -54,7 +53,6 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(autouse=True)
 def exact_float32(monkeypatch):
-    """Matrix products and convolutions of float32 without TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

@@ -41,7 +41,6 @@ def attention(model, name):
 
 
 def to(batch, device, dtype):
-    """The batch on a device, its pixels in `dtype`."""
     batch.inputs = {
         name: value.to(device, dtype if value.is_floating_point() else None) for name, value in batch.inputs.items()
     }

@@ -1,5 +1,3 @@
-"""Shared prompts against plain passes, in every family, number format and attention."""
-
 from functools import partial
 
 import pytest
@@ -21,7 +19,6 @@ LOGPS, GRADIENTS = 2e-5, 2e-4  # in float32, from additions in another order; In
 
 
 def scores(model, batch):
-    """Log-probabilities of the completions, (N, T) float64."""
     ids, length = batch.inputs["input_ids"], batch.completion_length
     labels = ids.masked_fill(batch.inputs["attention_mask"] == 0, -100)
     labels[:, :-length] = -100
@@ -30,12 +27,10 @@ def scores(model, batch):
 
 
 def all_gradients(model, batch):
-    """One vector of the gradients of all trained parameters, float64."""
     return torch.cat([one.double().flatten().cpu() for one in gradients(model, batch).values()])
 
 
 def plain_and_shared(function, model, batch, **options):
-    """What `function` gives without and with shared prompts; the report must say that they were."""
     plain = function(model, batch)
     with share_prompts(model, **{"completion_length": batch.completion_length, **options}) as report:
         shared = function(model, batch)
@@ -48,7 +43,6 @@ def distance(some, other):
 
 
 def exact(function, family):
-    """In float32 on a CPU, plainly."""
     return function(with_head(build(family)), make_batch(family))
 
 
@@ -85,7 +79,6 @@ def test_agrees(place, family, dtype, function, measured):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 @pytest.mark.parametrize("place", on_both("flash", "efficient", cpu=["math"]))
 def test_prompts_without_padding(place, family, measured):
-    """Gradients, where flash attention reads no mask."""
     device, kind = place
     dtype, even = torch.float32 if device == "cpu" else torch.bfloat16, {"text": (33, 33)}
     reference = all_gradients(with_head(build(family)), make_batch(family, **even))
@@ -100,7 +93,6 @@ def test_prompts_without_padding(place, family, measured):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 @pytest.mark.parametrize("place", on_both("flash", "flex_attention", cpu=["math"]))
 def test_checkpointing(place, family, adapters, measured):
-    """Gradients, with layers computed again in the backward pass."""
     device, kind = place
     torch.manual_seed(2)
     model = with_head(build(family))
@@ -122,7 +114,6 @@ def test_checkpointing(place, family, adapters, measured):
 @pytest.mark.parametrize("family", VISION)
 @pytest.mark.parametrize("place", on_both("flash", "math", cpu=["math"]))
 def test_tokens(place, family, sample):
-    """The same tokens in float32."""
     device, kind = place
     model, batch = build(family).to(device), to(make_batch(family), device, torch.float32)
     with attention(model, kind):

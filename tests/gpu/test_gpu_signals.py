@@ -1,5 +1,3 @@
-"""Attention against the matrices of eager attention, in every family, number format and kernel."""
-
 import pytest
 import torch
 from places import DTYPES, attention, on_both, to

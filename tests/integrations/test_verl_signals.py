@@ -1,5 +1,3 @@
-"""Attention in passes of packed and padded sequences and in matrices of generate; perturbed pixels."""
-
 import sys
 from pathlib import Path
 

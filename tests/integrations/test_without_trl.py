@@ -1,5 +1,3 @@
-"""The packages that verl and EasyR1 use import where there is no TRL."""
-
 import subprocess
 import sys
 
@@ -15,10 +13,8 @@ for name in sys.argv[1:]:
 print(sorted({name.split(".")[1] for name in sys.modules if name.startswith("vgr_trl.")}))
 """
 NEED_MORE = (
-    "vgr_trl.dapo_config",
-    "vgr_trl.integrations.verl.inside_verl.",
-    "vgr_trl.integrations.verl.inside_easyr1.",
-)
+    "vgr_trl.dapo_config", "vgr_trl.integrations.verl.inside_verl.", "vgr_trl.integrations.verl.inside_easyr1.",
+)  # fmt: skip
 
 
 def test_imports_without_trl():

@@ -25,12 +25,10 @@ RECORDED = Path(__file__).parent / "recorded"
 
 @pytest.fixture
 def stock(text_trainer):
-    """TRL with the loss of a recipe."""
     return lambda recipe: text_trainer(classes=STOCK, **{name: recipe[name] for name in LOSS if name in recipe})
 
 
 def recorded(name):
-    """The recipe, a recorded case of (N,) and (N, T) tensors, and its valid tokens."""
     case = json.loads((RECORDED / f"{name}.json").read_text())
     tensors = {key: torch.tensor(value) for key, value in case.items() if key != "source"}
     scores = tensors["logps"] if "logps" in tensors else tensors["logits"]
@@ -39,7 +37,6 @@ def recorded(name):
 
 
 def credit_of(recipe, case, mask, groups=None, **signals):
-    """Credit of a recorded case by the recipe's options of credit."""
     known = {option.name for option in fields(CreditOptions)}
     options = CreditOptions(**{name: value for name, value in recipe.items() if name in known})
     entropies = case.get("entropies", torch.zeros_like(case["old_logps"]))
@@ -48,7 +45,6 @@ def credit_of(recipe, case, mask, groups=None, **signals):
 
 
 def check_gradient(trainer, credit, case, mask, terms=0.0):
-    """Compare with the recorded gradient that of TRL's loss plus the mean of (N, T) `terms`."""
     loss = loss_of(trainer, credit, case["logps"], mask, case["old_logps"])
     (loss + (terms * mask).sum() / mask.sum()).backward()
     assert (case["logps"].grad - case["gradient"]).abs().max() <= 1e-6

@@ -1,5 +1,3 @@
-"""Recipes as files and flags: found, listed, in what order options hold, what is refused; and the page about them."""
-
 import json
 import math
 import re
@@ -26,10 +24,18 @@ from vgr_trl.recipes import TEMPLATES, load_recipe, read_recipe, recipe_names
 from vgr_trl.registries import rewards as reward_registry
 
 ROOT = Path(__file__).parents[2]
+TINY = (
+    "--use_cpu --bf16 false --gradient_checkpointing false --num_generations 4 --per_device_train_batch_size 8 "
+    "--max_completion_length 8 --max_steps 1 --learning_rate 1e-3 --logging_steps 1 --save_strategy no "
+    "--report_to none --disable_tqdm true --compute_attention_metrics false --eval_strategy no "
+    "--check_pixels false --skip_zero_advantage off"  # passes are counted by their rows
+)
+SMALLER = {"soft_punish_cache": 2, "noisy_generations": 2, "warmup_ratio": 0, "warmup_steps": 0}
+LEFT = yaml.safe_load(Path(__file__).with_name("traces.yaml").read_text(encoding="utf-8"))
+ROWS = 8
 
 
 def parsed(*argv):
-    """Data, rewards and configuration of a command line."""
     groups = (RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig)
     return parse(groups, "train", ["--use_cpu", "--bf16", "false", *argv])[1:4]
 
@@ -121,7 +127,6 @@ def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path):
 
 @pytest.mark.parametrize(("name", "script"), [("vgr", "experiment3"), ("mdi", "mdi"), ("tprl", "tprl")])
 def test_recipes_of_our_users_are_their_scripts(name, script, tmp_path):
-    """Every option of the recipe has the value that the script, or what all scripts share, gives it."""
     texts = [(ROOT / "experiments" / f"{file}.sh").read_text() for file in ("common", script)]
     words = shlex.split(texts[0].split("COMMON=(")[1].split(")\n")[0])
     words += shlex.split(texts[1].split('"${COMMON[@]}"')[1].split('"${OVERRIDES[@]}"')[0].replace("\\\n", " "))
@@ -140,37 +145,12 @@ def test_the_pages_of_methods_are_what_the_script_makes_of_the_recipes():
     assert re.findall(r"^\| \[`(\w+)`\]", index, re.MULTILINE) == recipe_names(), "each on one page"
 
 
-TINY = (
-    "--use_cpu --bf16 false --gradient_checkpointing false --num_generations 4 --per_device_train_batch_size 8 "
-    "--max_completion_length 8 --max_steps 1 --learning_rate 1e-3 --logging_steps 1 --save_strategy no "
-    "--report_to none --disable_tqdm true --compute_attention_metrics false --eval_strategy no "
-    "--check_pixels false --skip_zero_advantage off"  # passes are counted by their rows
-)
-SMALLER = {"soft_punish_cache": 2, "noisy_generations": 2, "warmup_ratio": 0, "warmup_steps": 0}
-LEFT = {  # in the log, by what a recipe reads
-    "a teacher's log-probabilities": {"gated_distillation"},
-    "a teacher's most likely tokens": {"teacher_divergence"},
-    "attention": {"attention/late/vgr"},
-    "dependency": {"sensitivity_score_mean", "credit/pgpo/importance", "credit/prpo/robust_dependency"},
-    "entropies": {"entropy_mean_selected", "credit/vepo/score", "credit/tor/reasoning_fraction"},
-    "logps given a noisy image": {"credit/prpo/robust_dependency"},
-    "logps given the masked image": {"perception_loss"},
-    "logps given the teacher's view": {"signals/teacher_gap"},
-    "logps without the image": {"credit/tor/perception_fraction"},
-    "one more generation": {"blind/described"},
-    "shift": {"credit/vepo/score"},
-    "similarity": {"credit/vgpo/completion_weight"},
-}
-ROWS = 8
-
-
 def accuracy_reward(completions, **columns):
     """In place of right answers, which a random model does not give: many values, so that every group varies."""
     return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
 
 
 def with_tools(model_folder, folder):
-    """The tiny model with a chat template that has tools."""
     if Version(trl.__version__) < Version("1.16"):
         pytest.skip("the calls of tools are parsed otherwise")
     from support.tool_runs import tool_processor  # needs that TRL
@@ -181,7 +161,6 @@ def with_tools(model_folder, folder):
 
 
 def with_boxes(question_files, file):
-    """The questions of training, with the left half of each image as box."""
     rows = pandas.read_parquet(train_file(question_files))
     rows.assign(bbox=[[0.0, 0.0, 0.5, 1.0]] * len(rows)).to_parquet(file)
     return f"train={file}"
@@ -207,7 +186,7 @@ def test_a_step_in_as_many_passes_as_the_recipe_says(
     history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
     assert history[0]["grad_norm"] > 0
     for signal in recipe.about.signals:
-        assert any(math.isfinite(history[0][metric]) for metric in LEFT[signal] & history[0].keys()), signal
+        assert any(math.isfinite(history[0][metric]) for metric in history[0].keys() & LEFT[signal]), signal
     before, after = (load_file(folder / "model.safetensors") for folder in (model_folder, tmp_path / "run"))
     assert any(not torch.equal(before[weight], after[weight]) for weight in before)
     rows = [sum(rows for graded, rows in passes if graded == trains) for trains in (False, True)]

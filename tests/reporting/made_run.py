@@ -19,7 +19,6 @@ SEGMENTS = ("all", "early", "middle", "late")
 
 
 def thumbnail(folder: Path, colour: str, cell: int) -> str:
-    """Draw a disc of a colour in one cell of the grid and return the name of its file."""
     picture = Image.new("RGB", (256, 192), "white")
     row, column = divmod(cell, GRID[1])
     ImageDraw.Draw(picture).ellipse((column * 64 + 6, row * 64 + 6, column * 64 + 58, row * 64 + 58), fill=colour)
@@ -84,16 +83,9 @@ def with_tools(folder: Path) -> Completion:
 
 
 def make_run(
-    output_dir: Path,
-    *,
-    steps: int = 6,
-    name: str | None = None,
-    offset: float = 0.0,
-    extra: Sequence[Completion] = (),
-    prompt: str | None = None,
-    weight: float = 1.0,
-    seed: int = 0,
-) -> Path:
+    output_dir: Path, *, steps: int = 6, name: str | None = None, offset: float = 0.0, extra: Sequence[Completion] = (),
+    prompt: str | None = None, weight: float = 1.0, seed: int = 0,
+) -> Path:  # fmt: skip
     """Write a run: questions 0 and 1 are evaluated first and last, wrong and then right; return its folder.
 
     `prompt` has a `{}` in the place of the question. `weight` is that of the accuracy, as the run says.
@@ -126,7 +118,6 @@ def make_run(
 
 
 def logged(step: int, steps: int, offset: float) -> dict[str, float | None]:
-    """Return what a trainer logs at a step, under the names that it uses."""
     done = step / steps
     values: dict[str, float | None] = {
         "reward": 0.3 + 0.5 * done + offset, "rewards/accuracy_reward/mean": 0.2 + 0.6 * done + offset,

@@ -1,5 +1,3 @@
-"""Signs of collapse: what counts as one, what does not, and what a trainer does about it."""
-
 import math
 from itertools import repeat
 from pathlib import Path
@@ -10,18 +8,12 @@ import yaml
 
 from vgr_trl.metrics.collapse import CollapseWatch, MetricHistory, find_collapse, first_signs
 
-WEIGHTS = {"accuracy_reward": 2.5, "vgr_reward": 1.0, "think_format_reward": 0.5}
-HEALTHY = {
-    "rewards/accuracy_reward/mean": 0.6, "rewards/accuracy_reward/std": 0.4, "rewards/vgr_reward/mean": 0.5,
-    "rewards/vgr_reward/std": 0.3, "rewards/think_format_reward/mean": 0.9, "rewards/think_format_reward/std": 0.2,
-    "completions/mean_length": 100.0, "completions/clipped_ratio": 0.1, "entropy": 0.3, "frac_reward_zero_std": 0.4,
-}  # fmt: skip
 TABLE = yaml.safe_load(Path(__file__).with_name("collapse.yaml").read_text(encoding="utf-8"))
 
 
 def signs(weights=(), steps=8, healthy=(), **changed):
     """Signs after 16 healthy steps and `steps` changed ones; metrics are named by a part of their name."""
-    weights, healthy = WEIGHTS | dict(weights), HEALTHY | dict(healthy)
+    weights, healthy = TABLE["weights"] | dict(weights), TABLE["healthy"] | dict(healthy)
     histories = {name: MetricHistory() for name in healthy}
     for name, history in histories.items():
         plain = "^" + name.replace("/", "_")
@@ -51,12 +43,8 @@ def test_a_loss_that_is_not_finite_is_a_sign_at_once():
 def test_a_collapse_is_seen_whatever_the_accumulation(micro_batches, logged_every):
     """The last micro-batches have groups of equal rewards only, and so no entropy."""
     metrics = {"train": {"entropy": []}}
-    watch, args, control = (
-        CollapseWatch(metrics["train"], dict),
-        SimpleNamespace(stop_on_collapse=True),
-        SimpleNamespace(),
-    )
-    control.should_training_stop = False
+    watch, control = CollapseWatch(metrics["train"], dict), SimpleNamespace(should_training_stop=False)
+    args = SimpleNamespace(stop_on_collapse=True)
     for step in range(1, 20):
         of_step = [0.5 if step <= 8 else 0.001] * max(1, micro_batches - 1) + [math.nan] * (micro_batches - 1)
         metrics["train"]["entropy"] += of_step[:micro_batches]

@@ -1,5 +1,3 @@
-"""Records as a table: a row per token, in memory and as files."""
-
 from errno import ENOSPC
 
 import pandas as pd

@@ -1,5 +1,3 @@
-"""What a notebook shows of a completion: parsed, so that escaping and structure are those a browser sees."""
-
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,7 +43,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(run: Path, **changed: Any) -> ElementTree.Element:
-    """The view of a completion, which is XML too."""
     values: dict[str, Any] = {
         "prompt": "<image> which colour?", "text": "red one", "solution": "red",
         "tokens": ["red", " one", "<|im_end|>"], "vgr": [0.5, 1.0, 2.0], "advantages": [1.0, None, -0.5],

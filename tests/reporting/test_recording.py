@@ -1,27 +1,35 @@
-"""What a training leaves in its folder for people to look at."""
-
 import json
 import math
 import re
 from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from support.dealt_completions import generate_by_prompt
 from support.launching import results_of
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
 from vgr_trl import registries
+from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.registries import declares
 from vgr_trl.reporting.console import progress_lines
-from vgr_trl.reporting.recorded_rows import RecordBeforeTraining
+from vgr_trl.reporting.recorded_rows import (
+    RecordBeforeTraining,
+    split_tokens,
+    summarise_rollout,
+)
 from vgr_trl.reporting.records import read_logs, read_run
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 
 SECONDS = ("perf/", "step_time", "timing/", "train_")
 OPTIONS = {"max_steps": 3, "per_device_eval_batch_size": 4, "rollout_log_steps": 1}
+QWEN = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2))
+TOKENIZER = build_processor(["what colour is the circle?", "red blue", "a red"]).tokenizer
 
 
 @pytest.fixture
@@ -211,7 +219,6 @@ def test_a_continued_run_records_and_measures_by_the_schedule_of_an_uninterrupte
 
 
 def test_training_continues_where_records_cannot_be_written(make, tmp_path, monkeypatch):
-    """A full disk is named once, and what can be written is written."""
     warnings = []
     trainer = make(max_steps=2)
     monkeypatch.setattr("vgr_trl.reporting.recorder.logger.warning_once", warnings.append)
@@ -230,7 +237,6 @@ def test_training_continues_where_records_cannot_be_written(make, tmp_path, monk
 
 
 def run(model_folder, question_file, output, rows_per_process):
-    """Train, evaluate, and leave the records in `output`."""
     rows = prompts(question_file)
     options = config(
         output, max_steps=2, learning_rate=0.0, per_device_train_batch_size=rows_per_process,
@@ -247,7 +253,6 @@ def run(model_folder, question_file, output, rows_per_process):
 
 
 def flat(value):
-    """The numbers and texts in nested lists and dictionaries, in order."""
     items = value.values() if isinstance(value, dict) else value
     return [leaf for item in items for leaf in flat(item)] if isinstance(value, (dict, list, tuple)) else [value]
 
@@ -271,3 +276,33 @@ def test_one_process_and_two_record_the_same(model_folder, question_files, tmp_p
     text, other = ((tmp_path / name / "rollouts.md").read_text(encoding="utf-8") for name in ("one", "two"))
     assert re.findall("^#.*", text, re.M) == re.findall("^#.*", other, re.M)
     assert "8 completions" in other
+
+
+def decode(ids):
+    return TOKENIZER.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+@given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=30))
+def test_pieces_of_any_tokens_are_the_text_also_where_bytes_are_none(ids):
+    pieces = split_tokens(ids, decode)
+    assert (len(pieces), "".join(pieces)) == (len(ids), decode(ids))
+    of_bytes = TOKENIZER("é").input_ids  # two bytes, which no token joins
+    assert split_tokens([*of_bytes, *TOKENIZER(" red").input_ids], decode) == ["", "é", " red"]
+
+
+def test_a_batch_in_numbers():
+    # Accuracy 1, 0, 1 and one row that it does not apply to; totals 1·a + 2·b are 1, 1, 3 and 2.
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.5], [1.0, 1.0], [math.nan, 1.0]])
+    metrics = {"attention/late/vgr": 2.0, "attention/prompt/late/vgr": 9.0, "token_weight_mean": 1.0, "kl": 3.0,
+               "combined_token_fraction": 0.5}  # fmt: skip
+    summary = summarise_rollout(rewards, ["accuracy_reward", "other"], torch.tensor([1.0, 2.0]), metrics)
+    assert summary.completions == 4
+    assert summary.success_rate == pytest.approx(2 / 3)
+    assert summary.rewards["accuracy_reward"] == pytest.approx((2 / 3, math.sqrt(1 / 3)))
+    assert summary.rewards["other"] == pytest.approx((0.625, math.sqrt((0.625**2 + 0.125**2 + 2 * 0.375**2) / 3)))
+    assert summary.rewards["total"] == pytest.approx((1.75, math.sqrt((2 * 0.75**2 + 1.25**2 + 0.25**2) / 3)))
+    assert summary.segments == {"late": {"vgr": 2.0}}
+    assert summary.credit == {"token_weight_mean": 1.0, "combined_token_fraction": 0.5}
+    nothing = summarise_rollout(torch.full((1, 1), math.nan), ["accuracy_reward"], torch.tensor([1.0]), {})
+    assert all(map(math.isnan, (nothing.success_rate, *nothing.rewards["accuracy_reward"])))
+    assert summarise_rollout(rewards[:, 1:], ["other"], torch.tensor([1.0]), {}).success_rate is None

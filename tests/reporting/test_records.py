@@ -1,5 +1,3 @@
-"""Records on disk: what is written is read again, within a bound, and damaged lines cost no more than themselves."""
-
 import json
 from contextlib import suppress
 from copy import copy
@@ -123,7 +121,6 @@ def test_a_damaged_line_costs_that_line_only(folder, caplog):
 
 @pytest.mark.parametrize("value", ["text", -1.5, [[]], {"a": 1}], ids=str)
 def test_every_reader_bears_a_value_of_another_type_anywhere(tmp_path, value):
-    """One value at a time takes the place of another in each file; a record is read as a whole or not at all."""
     run = make_run(tmp_path / "run", steps=1, extra=[with_tools(tmp_path / "run" / "rollouts")])
     for name in ("run.json", "rollouts/run.json", "rollouts/logs.jsonl", "rollouts/records-000001.jsonl"):
         file = run / name

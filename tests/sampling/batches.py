@@ -15,7 +15,6 @@ FAMILIES = ("qwen", "lfm2", "idefics")
 
 
 def rollout_of(batch, group=2, *, placement=None, rewards=None, advantages=None, signals=None) -> Rollout:
-    """Return a rollout whose groups are to be selected; without rewards all are 0."""
     advantages = batch["advantages"] if advantages is None else advantages
     rewards = torch.zeros(len(advantages)) if rewards is None else rewards
     rollout = Rollout([], batch=batch, signals=signals)
@@ -35,21 +34,12 @@ def write(batch, replacements, **options) -> Rollout:
 
 
 def draw_batch(
-    seed: int,
-    images: list[int | None],
-    *,
-    group: int = 2,
-    prompts: int = 5,
-    completions: int = 4,
+    seed: int, images: list[int | None], *, group: int = 2, prompts: int = 5, completions: int = 4,
     family: str | None = None,
-) -> dict[str, Any]:
-    """Return a batch of one prompt per entry of `images` (how many it has) and `group` completions each.
-
-    The longest prompt has `prompts` tokens, the longest completion `completions`; without a family all is text.
-    """
+) -> dict[str, Any]:  # fmt: skip
+    """Prompts with so many images, with `group` completions each; the longest of `prompts` and `completions` tokens."""
     draw = torch.Generator().manual_seed(seed)
     rows = len(images) * group
-
     lengths = torch.randint(1, completions + 1, (rows,), generator=draw)
     lengths[rows // 2] = completions
     widths = torch.randint(2, prompts + 1, (len(images),), generator=draw)
@@ -82,7 +72,6 @@ def draw_batch(
 
 
 def one_image(family: str, seed: int, count: int) -> dict[str, torch.Tensor]:
-    """Return the image inputs of a row with `count` images of drawn sizes."""
     draw = torch.Generator().manual_seed(seed)
 
     def size(low: int, high: int) -> int:
@@ -116,7 +105,6 @@ def _padded(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def draw_signals(seed: int, batch: dict[str, Any]) -> RolloutSignals:
-    """Return signals of the batch's rows, attention of three layers among them."""
     draw = torch.Generator().manual_seed(seed)
     mask = batch["completion_mask"].bool()
     vision, instruction = torch.rand(2, 3, *mask.shape, generator=draw)

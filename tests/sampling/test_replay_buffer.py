@@ -1,5 +1,3 @@
-"""What enters, leaves and is drawn; what a checkpoint brings back."""
-
 from collections import Counter
 from dataclasses import replace
 
@@ -14,7 +12,6 @@ from vgr_trl.sampling.replay import Group, ReplayBuffer, deal_groups
 
 
 def group(*rewards: float, step: int = 0, scale: float = 1.0) -> Group:
-    """A group whose advantages are its centred rewards times `scale`."""
     values = torch.tensor(rewards, dtype=torch.float32)
     return Group(advantages=(values - values.mean()) * scale, rewards=values, step=step)
 
@@ -70,7 +67,6 @@ def test_frequencies_are_proportional_to_priorities():
 
 
 def filled(size: int = 4, processes: int = 1) -> list[ReplayBuffer]:
-    """The buffers of each process after the same batches; a batch of 4 groups, then another, both of images."""
     buffers = [ReplayBuffer(size, seed=3) for _ in range(processes)]
     for step in range(2):
         batch = draw_batch(step, [1, 2, 1, 1], family="qwen")
@@ -88,12 +84,9 @@ def filled(size: int = 4, processes: int = 1) -> list[ReplayBuffer]:
 def content(found: Group) -> dict:
     rows = found.rows
     return {
-        "rewards": found.rewards.tolist(),
-        "step": found.step,
-        "ids": rows.columns["completion_ids"].tolist(),
-        "pixels": [images["pixel_values"].tolist() for images in rows.images],
-        "num_images": rows.columns["num_images"],
-    }
+        "rewards": found.rewards.tolist(), "step": found.step, "ids": rows.columns["completion_ids"].tolist(),
+        "pixels": [images["pixel_values"].tolist() for images in rows.images], "num_images": rows.columns["num_images"],
+    }  # fmt: skip
 
 
 def nbytes(buffer: ReplayBuffer) -> int:
@@ -102,7 +95,6 @@ def nbytes(buffer: ReplayBuffer) -> int:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1), (2, 4)])
 def test_any_number_of_processes_continues_from_files_that_hold_only_weights(before, after, tmp_path):
-    """Drawn groups, their order and their rows are those of one process that went on alone."""
     (alone,), saving, states = filled(), filled(processes=before), []
     for buffer in (alone, *saving):
         buffer.advance(5)

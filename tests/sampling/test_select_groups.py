@@ -1,5 +1,3 @@
-"""Groups chosen by the trainer: replay, resampling, filtering, estimators, and what a checkpoint keeps of them."""
-
 from functools import partial
 
 import pandas
@@ -9,7 +7,6 @@ from datasets import concatenate_datasets
 from support.trainers import logged
 
 from vgr_trl.advantages import estimate_advantages
-from vgr_trl.errors import ConfigError
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.rollout import Rollout
 from vgr_trl.sampling.zero_variance import find_zero_variance, prompt_key, select_groups
@@ -30,7 +27,6 @@ def make(vision_trainer):
 
 
 def trained_batches(trainer):
-    """Keep every micro-batch that reaches the loss."""
     kept = []
     original = trainer._compute_loss
 
@@ -204,11 +200,6 @@ def test_the_advantages_in_the_table_are_those_of_the_rewards_in_it(make, estima
     expected = estimate_advantages(rewards.flatten(), 4, estimator, baseline).view(2, 4)
     assert torch.allclose(advantages, expected, atol=1e-5)
     assert torch.allclose(batches[-1]["advantages"].sort().values, advantages.flatten().sort().values, atol=1e-5)
-
-
-def test_weighted_sums_do_not_show_who_is_dead_where_rewards_are_normalised_one_by_one(make):
-    with pytest.raises(ConfigError, match="multi_objective_aggregation is normalize_then_sum with replay_buffer_s"):
-        make(multi_objective_aggregation="normalize_then_sum", replay_buffer_size=4)
 
 
 def test_greedy_completions_leave_no_trace(make):

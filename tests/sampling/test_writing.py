@@ -28,11 +28,10 @@ def rows_as_read(batch: dict[str, Any]) -> list[dict[str, Any]]:
         assert prompt.tolist() == sorted(prompt.tolist()), "prompts are padded on the left"
         assert completion.tolist() == sorted(completion.tolist(), reverse=True), "completions on the right"
         values = {
-            "prompt": batch["prompt_ids"][row][prompt],
-            "completion": batch["completion_ids"][row][completion],
+            "prompt": batch["prompt_ids"][row][prompt], "completion": batch["completion_ids"][row][completion],
             "advantage": batch["advantages"][row],
             "num_images": batch["num_images"][row] if "num_images" in batch else 0,
-        }
+        }  # fmt: skip
         for name in batch.keys() & {*TOKENS, "tool_mask"}:
             values[name] = batch[name][row][completion]
         if "tool_mask" in batch:

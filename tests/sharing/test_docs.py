@@ -1,5 +1,3 @@
-"""docs/sharing.md: its examples run, and its table is what the script makes of the models."""
-
 import copy
 import importlib.util
 import re
@@ -47,12 +45,9 @@ def test_a_loop_of_ones_own():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     prompts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     run(
-        "optimizer.step()",
-        model=model,
-        optimizer=optimizer,
-        prompts=prompts,
+        "optimizer.step()", model=model, optimizer=optimizer, prompts=prompts,
         reward=lambda tokens: tokens.float().mean(1),
-    )
+    )  # fmt: skip
     start = dict(build("qwen3").named_parameters())
     assert any(not torch.equal(start[name], after) for name, after in model.named_parameters())
 

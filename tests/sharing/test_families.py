@@ -1,16 +1,6 @@
-"""Every family, in every place: shared and plain passes agree."""
-
 import pytest
 import torch
-from support.models.compare import (
-    assert_same_gradients,
-    assert_same_scores,
-    assert_same_tokens,
-    delta_rule_in_double,
-    plain_and_shared,
-    shortened,
-    with_head,
-)  # fmt: skip
+from support.models import compare
 from support.models.families import FAMILIES, OTHERS, build, make_batch
 from support.old_releases import reads_images
 
@@ -32,7 +22,7 @@ SINGLE = {"qwen3_vl_moe": 1e-5, "qwen3_next": 5e-5, "qwen3_5_moe": 5e-5}
 
 def case(name, **more):
     images = (1, 2) if KNOWN[name].picture else (0, 0)
-    return with_head(build(KNOWN[name])), make_batch(KNOWN[name], **{"images": images, **more})
+    return compare.with_head(build(KNOWN[name])), make_batch(KNOWN[name], **{"images": images, **more})
 
 
 def in_double(model, batch):
@@ -43,47 +33,44 @@ def in_double(model, batch):
 
 @pytest.mark.parametrize("name", [*FAMILIES, *UNUSUAL])
 def test_scores(name):
-    """With the length of completions given, and found; several images and none, where the text may be alone."""
     more = {"images": (0, 2)} if name in VISION else {}
     for completion_length in (12, None):
-        assert_same_scores(*case(name, **more), completion_length, LOGPS.get(name, 4e-6), (2, 6))
+        compare.assert_same_scores(*case(name, **more), completion_length, LOGPS.get(name, 4e-6), (2, 6))
 
 
 @pytest.mark.parametrize(
     ("name", "checkpointing", "length"),
     [
-        *((name, True, 12) for name in [*FAMILIES, *UNUSUAL]),
-        ("qwen2_5_vl", False, 12),
+        *((name, True, 12) for name in [*FAMILIES, *UNUSUAL]), ("qwen2_5_vl", False, 12),
         *((name, False, 1) for name in ("qwen2_5_vl", "qwen3_5", "idefics3", "lfm2_vl", "llama4_text")),
         ("gemma4_published", False, 1),
     ],
-)
+)  # fmt: skip
 def test_gradients(name, checkpointing, length, monkeypatch):
     """Gemma 4 rotates in float32."""
-    delta_rule_in_double(monkeypatch)
+    compare.delta_rule_in_double(monkeypatch)
     model, batch = case(name)
     model, batch = (model, batch) if name in SINGLE else in_double(model, batch)
     most = SINGLE.get(name, 1e-6 if length > 1 else 3e-6)
-    batch = batch if length == 12 else shortened(batch, length)
-    assert_same_gradients(model.train(), batch, most, checkpointing)
+    batch = batch if length == 12 else compare.shortened(batch, length)
+    compare.assert_same_gradients(model.train(), batch, most, checkpointing)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *UNUSUAL, pytest.param("llama4", marks=reads_images)])
 def test_sampled_tokens(name):
     more = {"images": (0, 2)} if name in VISION else {}
-    tokens = assert_same_tokens(*case(name, **more), sample=True)
+    tokens = compare.assert_same_tokens(*case(name, **more), sample=True)
     assert name not in FAMILIES or len({tuple(row) for row in tokens.tolist()}) > 2
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "idefics3"])
 def test_rows_of_one_prompt(name):
-    """They need not stand together, and equal words about other images are another prompt."""
     model, apart = case(name, order=[4, 0, 3, 1, 5])
-    assert_same_scores(model, apart, 12, LOGPS.get(name, 4e-6), (2, 5))
+    compare.assert_same_scores(model, apart, 12, LOGPS.get(name, 4e-6), (2, 5))
     batch = make_batch(name, images=(1,), text=(30,), generations=4)
     pixels = batch.inputs["pixel_values"]
     batch.inputs["pixel_values"] = torch.cat([pixels[: len(pixels) // 2], -pixels[len(pixels) // 2 :]])
-    assert_same_scores(model, batch, 12, 4e-6, (2, 4))
+    compare.assert_same_scores(model, batch, 12, 4e-6, (2, 4))
 
 
 def test_only_the_last_outputs_are_wanted():
@@ -103,6 +90,6 @@ def test_only_the_last_outputs_are_wanted():
 @reads_images
 def test_embeddings_of_text_and_images_together():
     """Llama 4 gives them to its language model, so that scoring runs plainly; the rows are counted."""
-    plain, shared, report = plain_and_shared(*case("llama4"))
+    plain, shared, report = compare.plain_and_shared(*case("llama4"))
     assert (report.prompts, report.rows, report.plain) == (6, 6, {"inputs without input_ids": 1})
     assert torch.equal(plain, shared)

@@ -1,5 +1,3 @@
-"""Prompts of `generate` computed once, in a cache that grows in place."""
-
 import pytest
 import torch
 from support.models import compare

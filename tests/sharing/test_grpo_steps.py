@@ -1,7 +1,8 @@
-"""Three optimizer steps of `DAPOTrainer` with shared prompts are three steps of TRL's `GRPOTrainer`."""
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig
 from support.models.tiny_questions import picture, questions
 from support.old_releases import KEEPS_LESS
@@ -15,10 +16,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)
 TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
 STRADDLING = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+TABLE = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text(encoding="utf-8"))
+CASES, OURS_ALONE = TABLE["other options"], TABLE["ours alone"]
+NOT_REGROUPED = ["entropy quantile", "several steps per rollout"]
 
 
 def stock_and_ours(vision, rows, settings, lora=None, **ours_only):
-    """Both trainers after three steps from the same start, ours with `share_prompts=auto` by default."""
     model, processor = vision
     peft = [{} if lora is None else {"peft_config": LoraConfig(**LORA, **lora)} for _ in range(2)]
     settings = {"epsilon_high": 0.28, **settings}
@@ -56,15 +59,6 @@ def test_steps_of_an_adapter_with_a_reference_in_small_checkpointed_micro_batche
         assert not ours.places["training"].plain
 
 
-CASES = {
-    "a reference model and checkpointing": {"beta": 0.1, "gradient_checkpointing": True},
-    "truncated completions masked": {"mask_truncated_completions": True},
-    "padded to a multiple": {"pad_to_multiple_of": 16},
-    "entropy quantile": {"top_entropy_quantile": 0.5},
-    "several steps per rollout": {"gradient_accumulation_steps": 1, "steps_per_generation": 2},
-    "a static cache": {"cache_implementation": "static"},
-}
-NOT_REGROUPED = ["entropy quantile", "several steps per rollout"]
 if KEEPS_LESS:
     NOT_REGROUPED.append("a reference model and checkpointing")
 
@@ -77,15 +71,6 @@ def test_steps_with_other_options(case, vision, image_rows, tmp_path):
     if ours.features.regroup.enabled:
         assert ours.places["training"].prompts_per_row == 1 / 4
         assert not ours.places["training"].plain
-
-
-OURS_ALONE = {
-    "perception loss": {"perception_loss_weight": 0.05, "der_loss_weight2": 0.05},
-    "a critic's head": {"advantage_estimator": "gae", "critic": "head"},
-    "a token budget": {"max_tokens_per_micro_batch": 60, "per_device_train_batch_size": 8},
-    "bf16": {"bf16": True, "max_steps": 1},  # its rounding may change the tokens of a second rollout
-    "rows without an image": TWICE,
-}
 
 
 @pytest.mark.skipif(KEEPS_LESS, reason="checkpoints drop caches")

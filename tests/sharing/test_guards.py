@@ -9,28 +9,24 @@ from threading import Barrier, BrokenBarrierError
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models.compare import (
-    assert_shared_by,
-    checkpointed,
-    generated,
-    gradients,
-    largest_relative,
-    plain_and_shared,
-    scored,
-    with_head,
-)
-from support.models.families import FAMILIES, OPEN, OTHERS, PAD, PIXEL_INPUTS, VIDEO, build, make_batch
+from support.models import compare
+from support.models.families import FAMILIES, IMAGE, OPEN, OTHERS, PAD, PIXEL_INPUTS, VIDEO, build, make_batch
 
 from vgr_trl.errors import DataError
 from vgr_trl.sharing import ignore_empty_images, model_support, prefix_cache, prefix_forward, share_prompts
 from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.sharing.prefix_split import check_inputs, find_split
+from vgr_trl.sharing.report import UnsupportedModel
 
 SAME = 1e-6  # a plain pass, whose head scores fewer columns
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+OVER_TWO = {"model.layers.0": 0, "model.layers.1": 1}  # as `device_map="auto"` leaves it where there are two GPUs
+CONFIG = build("qwen2_5_vl").config
 
 
 def case(name):
     family = FAMILIES.get(name) or OTHERS[name]
-    return with_head(build(family)), make_batch(family)
+    return compare.with_head(build(family)), make_batch(family)
 
 
 def stretch_positions(model, inputs):
@@ -45,8 +41,6 @@ def open_types(model, inputs):
     inputs["token_type_ids"][:, -12:] = 1
 
 
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-OVER_TWO = {"model.layers.0": 0, "model.layers.1": 1}  # as `device_map="auto"` leaves it where there are two GPUs
 GUARDS = [  # what changes in a model or in its batch, length of completions, how the reason begins
     ("llama", lambda model, _: setattr(model.config, "rope_parameters", DYNAMIC), 12, "rotary embeddings of type dyn"),
     ("llama", stretch_positions, 12, "equal prompts with different position_ids"),
@@ -66,7 +60,7 @@ GUARDS = [  # what changes in a model or in its batch, length of completions, ho
 def test_what_would_be_wrong_runs_plainly(name, change, length, beginning):
     model, batch = case(name)
     change(model, batch.inputs)
-    plain, shared, report = plain_and_shared(model, batch, length)
+    plain, shared, report = compare.plain_and_shared(model, batch, length)
     ((reason, calls),) = report.plain.items()
     assert reason.startswith(beginning)
     assert calls == 1
@@ -76,7 +70,7 @@ def test_what_would_be_wrong_runs_plainly(name, change, length, beginning):
 def assert_plain(model, batch, plain, reason):
     """A shared pass has the gradients `plain`, as it was a plain one for this reason."""
     with share_prompts(model, 12) as report:
-        assert largest_relative(plain, gradients(model, batch)) < SAME
+        assert compare.largest_relative(plain, compare.gradients(model, batch)) < SAME
     assert report.plain == {reason: 1}
 
 
@@ -90,14 +84,15 @@ def test_reentrant_checkpointing(name, adapter, monkeypatch):
         model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "up_proj"]))
     model = model.double().train()
     batch.inputs["pixel_values"] = batch.inputs["pixel_values"].double()
-    exact = gradients(model, batch)
-    checkpointed(causal_model(model), {"use_reentrant": True})
+    exact = compare.gradients(model, batch)
+    compare.checkpointed(causal_model(model), {"use_reentrant": True})
     model.enable_input_require_grads()
     for length in (12, None):
         with share_prompts(model, length) as report:
-            assert largest_relative(exact, gradients(model, batch)) < (1e-4 if name == "qwen3_5" else 1e-6)
-        assert_shared_by(report, 2, 6, causal_model(model), True)
-    plain = gradients(model, batch)
+            found = compare.gradients(model, batch)
+        assert compare.largest_relative(exact, found) < (1e-4 if name == "qwen3_5" else 1e-6)
+        compare.assert_shared_by(report, 2, 6, causal_model(model), True)
+    plain = compare.gradients(model, batch)
     monkeypatch.setattr(prefix_forward, "is_reentrant", lambda layer: False)
     assert_plain(model, batch, plain, "the model kept the prompt without its gradients")
 
@@ -107,20 +102,20 @@ def test_frozen_weights_that_are_released_during_a_recompute(repaired, monkeypat
     """DeepSpeed before 0.19.3 needs reentrant checkpoints, for adapters under ZeRO-3."""
     model, batch = case("qwen2_5_vl")
     model.train().model.visual.requires_grad_(False)
-    checkpointed(model, {"use_reentrant": True})
+    compare.checkpointed(model, {"use_reentrant": True})
     model.enable_input_require_grads()
     monkeypatch.setattr(model_support, "is_partitioned", lambda model: True)
     monkeypatch.setattr(model_support, "releases_during_recompute", lambda: not repaired)
     with share_prompts(model, 12) as report:
-        gradients(model, batch)
+        compare.gradients(model, batch)
     assert dict(report.plain) == ({} if repaired else {model_support.NEEDS_REENTRANT: 1})
 
 
 def test_layers_that_drop_the_cache(monkeypatch):
     model, batch = case("qwen2_5_vl")
     model.train()
-    checkpointed(model)
-    plain = gradients(model, batch)
+    compare.checkpointed(model)
+    plain = compare.gradients(model, batch)
     monkeypatch.setattr(prefix_forward, "_cache_through_checkpoints", lambda *args: nullcontext())
     assert_plain(model, batch, plain, "the model did not keep the whole prompt in its cache")
     monkeypatch.setattr(prefix_cache.WrittenPrefix, "check", lambda *args: None)
@@ -138,9 +133,9 @@ def test_layers_that_drop_the_cache(monkeypatch):
 def test_generation_that_cannot_start_from_a_cache(options, reason):
     model, batch = build("qwen3"), make_batch("qwen3")
     options = {"sample": True, **options}
-    plain = generated(model, batch, **options)
+    plain = compare.generated(model, batch, **options)
     with share_prompts(model) as report:
-        shared = generated(model, batch, **options)
+        shared = compare.generated(model, batch, **options)
     assert report.plain == {reason: 1}
     assert torch.equal(plain, shared)
 
@@ -149,13 +144,13 @@ def test_generation_that_cannot_start_from_a_cache(options, reason):
 def test_pixel_inputs_without_an_image(name, padded):
     """TRL hands them to a micro-batch whose rows have no image, if others of the batch have one."""
     family = FAMILIES.get(name) or OTHERS[name]
-    model, batch = with_head(build(family)), make_batch(family, images=(0, 0))
+    model, batch = compare.with_head(build(family)), make_batch(family, images=(0, 0))
     pixels = {key: value for key, value in make_batch(family).inputs.items() if key in PIXEL_INPUTS}
     with torch.no_grad():
-        plain, _ = scored(model, batch)
+        plain, _ = compare.scored(model, batch)
         batch.inputs |= {key: torch.zeros_like(value) if padded else value[:0] for key, value in pixels.items()}
         with ignore_empty_images(model):
-            without, shared, report = plain_and_shared(model, batch)
+            without, shared, report = compare.plain_and_shared(model, batch)
     assert report.prompts_per_row == 1 / 3
     assert torch.equal(plain, without)
     assert (plain - shared).abs().max() < 1e-5
@@ -165,7 +160,7 @@ def test_pixel_inputs_without_an_image(name, padded):
 @pytest.mark.parametrize("around", [share_prompts, ignore_empty_images])
 def test_images_in_some_processes_only(images, around):
     """With sharded parameters a vision tower that runs in one process waits for weights from the others for ever."""
-    model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl", images=(images, images))
+    model, batch = compare.with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl", images=(images, images))
 
     def run(theirs):
         votes = [theirs, not theirs]  # of the other process: whether it has images, whether it has none
@@ -175,16 +170,16 @@ def test_images_in_some_processes_only(images, around):
             return mine and other
 
         with torch.no_grad(), around(model, agree=all_agree):
-            return scored(model, batch)[0]
+            return compare.scored(model, batch)[0]
 
     with torch.no_grad():
-        assert torch.allclose(run(bool(images)), scored(model, batch)[0], atol=1e-5)
+        assert torch.allclose(run(bool(images)), compare.scored(model, batch)[0], atol=1e-5)
     refused = pytest.raises(DataError, match="unlike a batch of another process, and the parameters are sharded")
     with refused:
         run(not images)
     if around is share_prompts:
         with refused, share_prompts(model, agree=lambda mine: False):
-            generated(model, batch, sample=False)
+            compare.generated(model, batch, sample=False)
 
 
 def test_packed_rows_without_a_mask():
@@ -212,7 +207,7 @@ def test_a_copy_made_within_the_block(around, duplicate):
     torch.nn.init.zeros_(twice.lm_head.weight)
     with torch.no_grad():
         assert twice.model(**batch.inputs).last_hidden_state.abs().max() == 0
-        assert torch.equal(generated(twice, batch, sample=False), torch.full((6, 12), PAD))
+        assert torch.equal(compare.generated(twice, batch, sample=False), torch.full((6, 12), PAD))
         assert model.model(**batch.inputs).last_hidden_state.abs().max() > 0
 
 
@@ -223,14 +218,14 @@ def test_what_is_shared_nevertheless(name, length):
     batch.inputs["attention_mask"][[1, 4], -12:] = 0
     batch.inputs["input_ids"][1, -12:] = PAD
     batch.inputs["input_ids"][2, -7] = VIDEO
-    plain, shared, report = plain_and_shared(model, batch, length)
+    plain, shared, report = compare.plain_and_shared(model, batch, length)
     assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
     assert (plain - shared).abs().max() < (4e-6 if name == "llama" else 2e-5)
 
 
 def test_threads_take_turns(monkeypatch):
     """The model keeps the offsets behind the images of one batch; those of another would replace them."""
-    model = with_head(build("qwen2_vl"))
+    model = compare.with_head(build("qwen2_vl"))
     batches = make_batch("qwen2_vl", images=(1, 3)), make_batch("qwen2_vl", images=(4, 0))
     check, both = prefix_cache.WrittenPrefix.check, Barrier(2)
 
@@ -241,10 +236,27 @@ def test_threads_take_turns(monkeypatch):
 
     def score(batch):
         with torch.no_grad():
-            return scored(model, batch)[0]
+            return compare.scored(model, batch)[0]
 
     expected = [score(batch) for batch in batches]
     monkeypatch.setattr(prefix_cache.WrittenPrefix, "check", wait)
     with share_prompts(model, 12), ThreadPoolExecutor(2) as pool:
         shared = list(pool.map(score, batches))
     assert all((one - other).abs().max() < 4e-6 for one, other in zip(expected, shared, strict=True))
+
+
+def two_rows():
+    ids = torch.tensor([[10, 11, 12, 13, 20, 21], [10, 11, 12, 13, 30, 31]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)}
+
+
+def test_inputs_that_cannot_be_split():
+    changes = {"input_ids": (IMAGE, (3, 5)), "mm_token_type_ids": (1, (3, 5)), "attention_mask": (0, (2, 3))}
+    for name, column in [(name, column) for name, (_, columns) in changes.items() for column in columns]:
+        inputs = two_rows()
+        inputs[name][:, column] = changes[name][0]
+        with pytest.raises(UnsupportedModel):
+            find_split(inputs, CONFIG, (3, 5))
+    for asked in ({"return_dict": False}, {"output_attentions": True}):
+        with pytest.raises(UnsupportedModel, match=next(iter(asked))):
+            check_inputs({**two_rows(), **asked}, CONFIG)

@@ -1,5 +1,3 @@
-"""Prompts computed once where completions hold images, which tools have returned."""
-
 from contextlib import nullcontext
 from functools import partial
 
@@ -15,6 +13,11 @@ from vgr_trl.signals.ratios import ModalityMasks
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 CASES = [(name, (1, 1), False) for name in FAMILIES]
 CASES += [("qwen2_5_vl", images, False) for images in ((2, 0), (0, 0))] + [("qwen2_5_vl", (1, 1), True)]
+REFUSED = [
+    ("qwen3_5", None, "images in completions"),
+    ("qwen2_5_vl", "mm_token_type_ids", "images in completions"),
+    ("llava", None, "no prompt occurs twice"),  # whose images are those of its completions
+]
 
 
 @pytest.fixture
@@ -25,7 +28,6 @@ def many_passes(monkeypatch):
 
 @pytest.mark.parametrize(("name", "images", "checkpointing"), CASES)
 def test_scores_and_gradients_are_those_of_plain_passes(name, images, checkpointing, many_passes):
-    """None, one and two images in the completions of a prompt; prompts of unequal length, with images and without."""
     model, batch = with_head(build(name)), make_batch(name, images=images, returned=(0, 1, 2))
     needs_shared(model, checkpointing)
     plain, shared, report = plain_and_shared(model, batch, batch.completion_length)
@@ -43,7 +45,6 @@ def test_scores_and_gradients_are_those_of_plain_passes(name, images, checkpoint
 
 @pytest.mark.parametrize("over", ["max", "mean", "centre"])
 def test_signals_are_those_of_plain_passes(over, many_passes):
-    """In one pass behind the prompts, and in several."""
     if over == "max":
         many_passes()
     model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl", returned=(0, 1, 2))
@@ -67,13 +68,6 @@ def test_signals_are_those_of_plain_passes(over, many_passes):
     assert (image - images)[:, valid].abs().max() < 1e-6 < image.max()
     assert all((kept[row] - maps[row])[:, valid[row]].abs().max() < 1e-6 for row in (2, 4))
     assert torch.allclose(similarity[valid], similarities[valid], atol=1e-5)
-
-
-REFUSED = [
-    ("qwen3_5", None, "images in completions"),
-    ("qwen2_5_vl", "mm_token_type_ids", "images in completions"),
-    ("llava", None, "no prompt occurs twice"),  # whose images are those of its completions
-]
 
 
 @pytest.mark.parametrize(("name", "missing", "reason"), REFUSED)

@@ -1,24 +1,23 @@
-"""Micro-batches joined into passes of whole groups: the same update, cut to what the memory of a device takes."""
-
 import random
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from support.steps import DAPO, LOSSES, STOCK, assert_same_steps, build_trainer, options, trained, uneven_reward
 from support.trainers import logged
 
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.errors import ConfigError
 from vgr_trl.passes.micro_batches import RowsPerPass, UpdateMemory
 from vgr_trl.trainer import DAPOTrainer
 
+TABLE = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text(encoding="utf-8"))
 SMALL = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
 
 
 def passes_of(trainer):
-    """Rows of every training pass of the trainer from here on."""
     rows, plain = [], trainer._loss_of_part
 
     def count(model, inputs, weight=1.0):
@@ -42,19 +41,7 @@ def test_steps_are_those_of_trl_in_passes_of_whole_groups(loss, vision, image_ro
     assert ours.state.global_step == stock.state.global_step == 3
 
 
-@pytest.mark.parametrize(
-    ("changed", "joined", "rows"),
-    [
-        ({"rows_per_pass": 3}, 2, [2] * 4),
-        ({"rows_per_pass": 8}, 8, [8]),
-        ({"rows_per_pass": "off"}, 1, [1] * 8),
-        ({"rows_per_pass": 3, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, 1, [3, 1] * 2),
-        ({"max_tokens_per_micro_batch": 1}, 4, [1] * 8),
-        ({"gradient_accumulation_steps": 6, "steps_per_generation": 12}, 3, [3] * 2),
-        ({"gradient_accumulation_steps": 4, "generation_batch_size": 8}, 4, [4]),
-        ({"advantage_estimator": "gae", "loss_type": "grpo", "max_tokens_per_micro_batch": 1}, 4, [1] * 8),
-    ],
-)
+@pytest.mark.parametrize(("changed", "joined", "rows"), TABLE["joined"], ids=str)
 def test_what_is_joined_and_cut_moves_the_weights_alike(changed, joined, rows, vision, image_rows, tmp_path):
     settings = options(tmp_path, **SMALL | changed, epsilon_high=0.28, attention_rows="all", skip_zero_advantage="off")
     whole = {"rows_per_pass": "off", "max_tokens_per_micro_batch": None}
@@ -78,15 +65,6 @@ def test_the_options_of_the_user_stay_for_another_trainer(vision, image_rows, tm
         assert {name: getattr(args, name) for name in SMALL} == SMALL
 
 
-def test_rows_that_matter_to_the_loss_are_not_cut(vision, image_rows, tmp_path):
-    settings = options(tmp_path, rows_per_pass=2, top_entropy_quantile=0.5)
-    with pytest.raises(ConfigError, match="rows_per_pass cannot be used here"):
-        build_trainer(DAPO, *vision, image_rows, settings)
-
-
-# The same run, continued with other micro-batches
-
-
 @pytest.mark.parametrize(("before", "after"), [("off", "auto"), ("auto", "off")])
 def test_a_run_is_continued_within_a_rollout(before, after, vision, image_rows, tmp_path):
     """Four optimizer steps use a rollout: two before the checkpoint, two after it."""
@@ -98,9 +76,6 @@ def test_a_run_is_continued_within_a_rollout(before, after, vision, image_rows, 
     assert {whole.rows_per_pass.joined, rest.rows_per_pass.joined} == {1, 4}
     assert logged(rest, "num_tokens") == logged(whole, "num_tokens")
     assert_same_steps(vision[0], rest, whole)
-
-
-# Memory
 
 
 @contextmanager
@@ -120,7 +95,6 @@ def simulated_device(monkeypatch, total, fixed, update, per_position):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_pass_needs_more_than_the_device_has(seed, monkeypatch):
-    """Whatever the lengths are, and whatever the optimizer adds after the first update."""
     draw = random.Random(seed)
     group, update, per_position = 16, draw.choice([0, 20_000]), draw.choice([1, 3, 9])
     prompt, longest = draw.choice([100, 1000]), draw.choice([50, 500])
@@ -169,6 +143,3 @@ def test_passes_of_a_trainer_grow_to_whole_groups(vision, image_rows, tmp_path, 
     assert found[:8] == [1] * 8
     assert found[-2:] == [4, 4]
     assert_same_steps(vision[0], trainer, expected)
-
-
-# What is said

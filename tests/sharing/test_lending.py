@@ -1,5 +1,3 @@
-"""A group over several micro-batches: its prompt runs forward and backward once, with the same gradients."""
-
 from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
@@ -31,7 +29,6 @@ def case(name, **more):
 
 
 def rows_of(model, batch, rows):
-    """Some rows with their images, without the padding that all of them have."""
     given = image_inputs_of(batch.inputs)
     is_image = is_image_token(batch.inputs["input_ids"], causal_model(model).config)
     parts = parts_by_tokens(given, is_image) if given else {}

@@ -1,5 +1,3 @@
-"""Completions that pass behind shared prompts without padding, in one row, are those of padded passes."""
-
 import copy
 from functools import partial
 

@@ -1,5 +1,3 @@
-"""Which features a run has, and what it reports of them."""
-
 import logging
 
 import pytest
@@ -43,5 +41,4 @@ def test_shared_dropout_is_announced(lora, attention, make, caplog):
 
 @pytest.mark.parametrize(("cache", "disabled"), [("static", None), (None, True)])
 def test_decoding_is_compiled_where_the_cache_is_static(cache, disabled, make):
-    """TRL switches it off."""
     assert make(cache_implementation=cache).generation_config.disable_compile is disabled

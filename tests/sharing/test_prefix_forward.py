@@ -1,5 +1,3 @@
-"""Prompts that end early, completions that pass by length, heads that score the columns of completions only."""
-
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -67,7 +65,6 @@ def test_other_passes_keep_the_attention_of_transformers():
     attend = "scaled_dot_product_attention"
 
     def heads_seen(run):
-        """Query heads of each call: 4, or the 2 of one key head."""
         with patch.object(torch.nn.functional, attend, wraps=getattr(torch.nn.functional, attend)) as watched:
             run()
         return {call.args[0].size(1) for call in watched.call_args_list}

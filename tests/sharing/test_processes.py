@@ -1,5 +1,3 @@
-"""Gradients of DDP, FSDP2 and FSDP with shared prompts against those without, in two processes over gloo."""
-
 import torch
 import torch.distributed as dist
 from support.launching import join_group, results_of

@@ -1,5 +1,3 @@
-"""The public context manager in loops of one's own."""
-
 import copy
 from contextlib import nullcontext
 
@@ -86,7 +84,6 @@ def test_policy_and_reference_do_not_share_a_prefix():
     ],
 )
 def test_active_dropout(kind, options, expected):
-    """Two passes over the same tokens differ."""
     model = randomise(text_model(kind, **options)()).train()
     ids = make_batch("llama").inputs["input_ids"]
     torch.manual_seed(0)

@@ -1,5 +1,3 @@
-"""The tiny models of the tests of prompt sharing."""
-
 import pytest
 import torch
 from support.models.families import OTHERS, build, make_batch
@@ -7,7 +5,6 @@ from support.models.families import OTHERS, build, make_batch
 
 @pytest.fixture
 def paligemma():
-    """Token types 0 in the prompts, which see themselves whole, and 1 in the completions."""
     model, batch = build(OTHERS["paligemma"]), make_batch(OTHERS["paligemma"])
     types = torch.zeros_like(batch.inputs["input_ids"])
     types[:, -batch.completion_length :] = 1

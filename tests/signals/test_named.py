@@ -1,21 +1,10 @@
-"""Signals by name, as reward columns and as metrics: by hand, undefined and infinite values, two processes."""
-
 import math
 
 import pytest
 import torch
 
 from vgr_trl.config import MeasureOptions
-from vgr_trl.signals import AttentionMass
-from vgr_trl.signals.named import (
-    ATTENTION_QUANTITIES,
-    RolloutSignals,
-    add_named,
-    columns_to_signals,
-    named_signals,
-    reward_columns,
-    signals_to_columns,
-)
+from vgr_trl.signals import AttentionMass, named
 from vgr_trl.signals.ratios import measure_segments
 
 NAN, INF = math.nan, math.inf
@@ -36,14 +25,12 @@ def mass(num_layers=3):
     return AttentionMass(
         vision=torch.stack([vision, torch.zeros_like(vision)], dim=1),
         instruction=torch.stack([instruction, torch.tensor([0.6, 0.9]).expand_as(instruction)], dim=1),
-        num_vision=torch.tensor([16, 0]),
-        num_instruction=torch.tensor([4, 4]),
+        num_vision=torch.tensor([16, 0]), num_instruction=torch.tensor([4, 4]),
         mask=torch.tensor([[True, True], [True, False]]),
-    )
+    )  # fmt: skip
 
 
 def table(**segments):
-    """Segments from the rows of their (N, 6)."""
     return {name: torch.tensor(rows, dtype=torch.float32) for name, rows in segments.items()}
 
 
@@ -61,14 +48,14 @@ def test_three_layers():
 
 
 def test_late_segment_for_rewards_and_every_one_in_the_table():
-    columns = reward_columns(table(late=[HALF, NO_IMAGE], all=[TWICE, NO_IMAGE]))
+    columns = named.reward_columns(table(late=[HALF, NO_IMAGE], all=[TWICE, NO_IMAGE]))
     assert columns["vgr"] == [0.5, None]
     assert columns["aei_vision"] == [pytest.approx(10 / 9), None]
     assert columns["aei_instruction"] == [pytest.approx(5 / 9), None]
     first, second = columns["attention_metrics"]
     assert list(first) == ["late", "all"]
-    assert first["all"] == pytest.approx(dict(zip(ATTENTION_QUANTITIES, TWICE, strict=True)))
-    assert reward_columns(table(all=[[INF, 0, 5, 0, 0, 0.2]]))["vgr"] == [INF]
+    assert first["all"] == pytest.approx(dict(zip(named.ATTENTION_QUANTITIES, TWICE, strict=True)))
+    assert named.reward_columns(table(all=[[INF, 0, 5, 0, 0, 0.2]]))["vgr"] == [INF]
     assert list(second["late"].values()) == [None] * 4 + [0.0, pytest.approx(0.6)]
 
 
@@ -79,12 +66,12 @@ def test_the_share_of_a_region_by_hand_and_through_a_buffer():
     mask = torch.ones(2, 1, dtype=torch.bool)
     counts = torch.tensor([8, 8])
     mass = AttentionMass(half, half, counts, counts, mask, region, torch.tensor([2, 0]))
-    signals = RolloutSignals(torch.zeros(2, 1), torch.zeros(2, 1), mask, mass)
-    signals = columns_to_signals(signals_to_columns(signals))
-    names = add_named(named_signals(MeasureOptions(signals=["region_focus"])), signals)
+    signals = named.RolloutSignals(torch.zeros(2, 1), torch.zeros(2, 1), mask, mass)
+    signals = named.columns_to_signals(named.signals_to_columns(signals))
+    names = named.add_named(named.named_signals(MeasureOptions(signals=["region_focus"])), signals)
     assert names == ["region_share", "region_focus"]
     assert signals.extra["region_share"][0].item() == pytest.approx(0.5)
     assert signals.extra["region_focus"][0].item() == pytest.approx(2)
     assert signals.extra["region_share"][1].isnan(), "no box"
-    again = columns_to_signals(signals_to_columns(signals))
+    again = named.columns_to_signals(named.signals_to_columns(signals))
     assert again.extra["region_focus"].nan_to_num().tolist() == signals.extra["region_focus"].nan_to_num().tolist()

@@ -1,5 +1,3 @@
-"""Which tokens are the image, and ratios of attention: by hand, segments of layers, undefined values, identities."""
-
 import math
 from types import SimpleNamespace
 
@@ -9,15 +7,7 @@ from support.models.families import IMAGE, VIDEO, build
 
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS, TAGS, build_processor
 from vgr_trl.errors import ConfigError
-from vgr_trl.signals import (
-    AttentionMass,
-    attention_efficiency_index,
-    build_modality_masks,
-    mdi_balance,
-    split_layers,
-    token_vision_gain_ratio,
-    vision_gain_ratio,
-)
+from vgr_trl.signals import ratios
 from vgr_trl.signals.ratios import special_token_ids, vision_token_ids, visual_dependency
 
 NAN, INF = math.nan, math.inf
@@ -28,10 +18,10 @@ def test_masks_by_hand():
     """Padding, <start>, image, image, <end>, two words, a video, a word; the second row is padded on the right."""
     ids = torch.tensor([[0, 7, 2, 2, 7, 20, 21, 5, 22], [2, 20, 21, 7, 22, 5, 0, 2, 20]])
     attention_mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0, 0]])
-    masks = build_modality_masks(ids, attention_mask, vision_token_ids=[2, 5], special_token_ids=[0, 7])
+    masks = ratios.build_modality_masks(ids, attention_mask, vision_token_ids=[2, 5], special_token_ids=[0, 7])
     assert masks.vision.int().tolist() == [[0, 0, 1, 1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 1, 0, 0, 0]]
     assert masks.instruction.int().tolist() == [[0, 0, 0, 0, 0, 1, 1, 0, 1], [0, 1, 1, 0, 1, 0, 0, 0, 0]]
-    placeholder = build_modality_masks(ids[:1], ids[:1] > 0, vision_token_ids=[2], special_token_ids=[2, 0])
+    placeholder = ratios.build_modality_masks(ids[:1], ids[:1] > 0, vision_token_ids=[2], special_token_ids=[2, 0])
     assert placeholder.vision.sum() == 2, "a special token of most tokenizers"
 
 
@@ -49,27 +39,26 @@ def test_what_a_processor_knows():
 
 
 def mass(vision, instruction, num_vision=16, num_instruction=4, mask=None):
-    """From lists (L, T) for one completion."""
     vision, instruction = (torch.tensor(side, dtype=torch.float32).unsqueeze(1) for side in (vision, instruction))
     mask = torch.ones(1, vision.size(2), dtype=torch.bool) if mask is None else torch.tensor([mask], dtype=torch.bool)
-    return AttentionMass(vision, instruction, torch.tensor([num_vision]), torch.tensor([num_instruction]), mask)
+    return ratios.AttentionMass(vision, instruction, torch.tensor([num_vision]), torch.tensor([num_instruction]), mask)
 
 
 def test_segments_of_layers():
     for count, sizes in ((3, (1, 1, 1)), (5, (2, 2, 1)), (28, (10, 9, 9))):
-        thirds = split_layers(count)
+        thirds = ratios.split_layers(count)
         assert tuple(len(thirds[name]) for name in ("early", "middle", "late")) == sizes
         assert thirds["early"] + thirds["middle"] + thirds["late"] == thirds["all"] == list(range(count))
     for count, middle in ((4, [1, 2]), (28, [13, 14])):
-        last = [count - 2, count - 1]
-        assert split_layers(count, "ends") == {"early": [0, 1], "middle": middle, "late": last, "all": [*range(count)]}
+        expected = {"early": [0, 1], "middle": middle, "late": [count - 2, count - 1], "all": [*range(count)]}
+        assert ratios.split_layers(count, "ends") == expected
 
 
 def test_average_first_then_take_the_ratio():
     """A_I = 0.3, A_V = (0.1 + 0.7) / 2 = 0.4: 0.075 / 0.025 = 3; the ratios of the two tokens are 12 and 12 / 7."""
     one = mass([[0.1, 0.7]], [[0.3, 0.3]])
-    assert vision_gain_ratio(one).tolist() == pytest.approx([3])
-    assert token_vision_gain_ratio(one).tolist() == [pytest.approx([12, 12 / 7])]
+    assert ratios.vision_gain_ratio(one).tolist() == pytest.approx([3])
+    assert ratios.token_vision_gain_ratio(one).tolist() == [pytest.approx([12, 12 / 7])]
 
 
 def test_tokens_that_see_different_images_by_hand():
@@ -77,9 +66,9 @@ def test_tokens_that_see_different_images_by_hand():
     one = mass([[0.2, 0.2, 0.9, 0.4, 0.4, 0.0]], [[0.3, 0.3, 0.9, 0.4, 0.4, 0.9]])
     one.mask = torch.tensor([[True, True, False, True, True, True]])
     one.seen_vision, one.seen_instruction = torch.tensor([[4, 4, 4, 16, 16, 0]]), torch.tensor([[6, 6, 6, 8, 8, 8]])
-    assert vision_gain_ratio(one).tolist() == pytest.approx([4 / 3])
-    assert token_vision_gain_ratio(one).tolist() == [pytest.approx([1, 1, NAN, 2, 2, NAN], nan_ok=True)]
-    aei = [value.item() for value in attention_efficiency_index(one)]
+    assert ratios.vision_gain_ratio(one).tolist() == pytest.approx([4 / 3])
+    assert ratios.token_vision_gain_ratio(one).tolist() == [pytest.approx([1, 1, NAN, 2, 2, NAN], nan_ok=True)]
+    aei = [value.item() for value in ratios.attention_efficiency_index(one)]
     assert aei == pytest.approx([51 / 58, 34 / 29])
     share = 7 / 17
     assert aei[1] == pytest.approx(4 / 3 / (4 / 3 * share + 1 - share))
@@ -94,19 +83,19 @@ def test_tokens_that_see_different_images_by_hand():
     ],
 )  # fmt: skip
 def test_undefined_ratios(one, expected):
-    ratio = vision_gain_ratio(one)
+    ratio = ratios.vision_gain_ratio(one)
     assert ratio.tolist() == pytest.approx([expected], nan_ok=True)
-    assert token_vision_gain_ratio(one).flatten().tolist() == pytest.approx([expected], nan_ok=True)
-    indices = torch.cat(attention_efficiency_index(one))
+    assert ratios.token_vision_gain_ratio(one).flatten().tolist() == pytest.approx([expected], nan_ok=True)
+    indices = torch.cat(ratios.attention_efficiency_index(one))
     assert bool(indices.isnan().all()) == math.isnan(expected)
-    assert mdi_balance(ratio).tolist() == pytest.approx([NAN if math.isnan(expected) else 0], nan_ok=True)
+    assert ratios.mdi_balance(ratio).tolist() == pytest.approx([NAN if math.isnan(expected) else 0], nan_ok=True)
 
 
 def test_balance_at_its_ends():
-    assert mdi_balance(torch.tensor([1.0, 2.0, 0.5, 3.0, 0.1, 0.0, INF])).tolist() == [1, 0, 0, 0, 0, 0, 0]
-    assert mdi_balance(torch.tensor([[2.0]]), 4.0).tolist() == [[pytest.approx(0.5)]]
+    assert ratios.mdi_balance(torch.tensor([1.0, 2.0, 0.5, 3.0, 0.1, 0.0, INF])).tolist() == [1, 0, 0, 0, 0, 0, 0]
+    assert ratios.mdi_balance(torch.tensor([[2.0]]), 4.0).tolist() == [[pytest.approx(0.5)]]
     with pytest.raises(ConfigError):
-        mdi_balance(torch.tensor([1.0]), 1)
+        ratios.mdi_balance(torch.tensor([1.0]), 1)
 
 
 @pytest.mark.parametrize(

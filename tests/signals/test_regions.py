@@ -1,5 +1,3 @@
-"""Which tokens stand for which pixels: by hand, by the models themselves, by processors."""
-
 import pytest
 import torch
 from support.models.families import FAMILIES, build
@@ -13,13 +11,11 @@ WITH_PIXELS = ["qwen2_5_vl", "gemma3", "internvl", "idefics3"]
 
 
 def features(model, given):
-    """What the language model gets in the place of the image's tokens, (V, D)."""
     found = model.get_image_features(**given, return_dict=True).pooler_output
     return torch.cat(list(found)) if isinstance(found, (list, tuple)) else found.flatten(0, -2)
 
 
 def made_local(model):
-    """A tower in which no patch sees another: its layers add nothing."""
     for name, layer in model.named_modules():
         if "vis" in name and isinstance(layer, GradientCheckpointingLayer):
             layer.forward = lambda hidden, *args, **kwargs: hidden

@@ -1,4 +1,4 @@
-"""`RolloutScorer` against the logits of a whole pass, in every way it can score."""
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,12 +9,14 @@ from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference, 
 from support.models.families import FAMILIES, OTHERS, build, make_batch
 
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, RolloutScorer
-from vgr_trl.signals.probe import SimilarityProbe
+from vgr_trl.signals.probe import SimilarityProbe, cosine_similarity
 from vgr_trl.signals.scoring import Want
 
 # InternVL's random model is very sure of itself; the linear attention of Qwen3.5 computes in blocks.
 LOGPS = {"internvl": 2e-5, "qwen3_5": 2e-5}
+COUNTS = {"images": (2, 0), "num_images": [2, 2, 2, 0, 0, 0]}
 
 
 def scorer_of(model, **options):
@@ -39,7 +41,6 @@ def score(scorer, batch, **more):
 
 
 def from_logits(model, batch, temperature=1.0):
-    """Log-probabilities and entropies by definition, 0 in the padding."""
     length = batch.completion_length
     with torch.no_grad():
         logits = model(**batch.inputs).logits[:, -length - 1 : -1].double() / temperature
@@ -49,12 +50,8 @@ def from_logits(model, batch, temperature=1.0):
     return (logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) * mask).float(), (entropies * mask).float()
 
 
-COUNTS = {"images": (2, 0), "num_images": [2, 2, 2, 0, 0, 0]}
-
-
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3", "internvl", "idefics3"])
 def test_families(name):
-    """Two images in some rows, none in others; at once and in chunks; shared and not."""
     model, batch = build(name), make_batch(name, images=COUNTS["images"])
     needs_shared(model)
     logps, entropies = from_logits(model, batch, temperature=0.7)
@@ -94,7 +91,6 @@ def test_adapters():
 
 
 def test_a_model_that_trains():
-    """Modes of all modules are restored; dropout and checkpointing are off while scoring. A completion is masked."""
     model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl")
     logps, _ = from_logits(model, batch)
     checkpointed(model).train()
@@ -144,7 +140,6 @@ def test_heads_of_other_kinds(name, shares):
 
 @pytest.mark.parametrize(("shares", "batch_size"), [("on", 3), ("off", None)])
 def test_regions_and_similarity(shares, batch_size):
-    """In chunks and shared, what the probes measure of the whole batch in one plain pass."""
     model, batch = build("qwen2_5_vl"), make_batch("qwen2_5_vl", images=COUNTS["images"])
     masks = masks_of(batch)
     masks.region = masks.vision & (masks.vision.cumsum(1) % 2 == 1)
@@ -179,3 +174,45 @@ def test_completions_do_not_see_their_future(paligemma, text_trainer):
     given = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": 12, "token_type_ids": torch.zeros_like(ids)}
     logps = trainer.score(given | inputs, Want(), model).logps  # as rewards and perturbed views are scored
     assert (logps - expected)[mask[:, -12:].bool()].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("over", "expected"), [("max", [1.0, 0.8]), ("mean", [0.5, 0.7]), ("centre", [0.8**0.5, 0.8**0.5])]
+)
+def test_two_tokens_and_two_image_tokens_by_hand(over, expected):
+    """(1, 0) and (3, 4) have cosines 1, 0 and 3/5, 4/5 to (2, 0) and (0, 1), and 2/√5 each to their mean (1, ½).
+
+    Where the first token sees the first image token alone, the second both and a third none, its cosine is 1.
+    """
+    emitting, image = torch.tensor([[1.0, 0.0], [3.0, 4.0], [1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    assert cosine_similarity(emitting[:2], image, over).tolist() == pytest.approx(expected)
+    assert cosine_similarity(emitting, image[:0], over).isnan().all()
+    found = cosine_similarity(emitting, image, over, torch.tensor([1, 2, 0]))
+    assert found.tolist() == pytest.approx([1.0, expected[1], torch.nan], nan_ok=True)
+
+
+def expected_similarity(model, batch, layer):
+    with torch.no_grad():
+        states = model(**batch.inputs, output_hidden_states=True).hidden_states[layer]
+    vision = masks_of(batch).vision
+    rows = []
+    for row, seen in zip(states, vision, strict=True):
+        image = row[: len(seen)][seen]
+        cosines = torch.cosine_similarity(row[len(seen) - 1 : -1, None], image[None], dim=-1)  # (T, V)
+        rows.append(cosines.amax(1) if len(image) else torch.full((len(row) - len(seen),), torch.nan))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("layer", [-1, 0, 1])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_against_the_states_that_the_model_returns(name, layer):
+    model, batch = build(name), make_batch(name)
+    expected = expected_similarity(model, batch, layer)
+    vision = masks_of(batch).vision
+    valid = batch.inputs["attention_mask"][:, vision.size(1) :].bool()
+    for shared in (False, True):
+        sharing = share_prompts(model, batch.completion_length) if shared else nullcontext()
+        with torch.no_grad(), SimilarityProbe(model, vision, layer) as probe, sharing as report:
+            model(**batch.inputs)
+        assert torch.allclose(probe.similarity[valid], expected[valid], atol=1e-5, equal_nan=True), shared
+    assert not report.plain, "prompts were shared"

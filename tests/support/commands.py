@@ -1,10 +1,10 @@
-"""The command that trains the tiny model, as a user gives it."""
-
 import subprocess
 import sys
 from pathlib import Path
 
 from support.launching import SECONDS, environment
+
+from vgr_trl.checkpoints import checkpoints_of, why_incomplete
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +20,10 @@ def train_command(model: Path, data: str | Path, output: Path, flags: str = "", 
 
 
 def finish(command: list[str], **variables: str) -> subprocess.CompletedProcess:
-    """Run to the end."""
     return subprocess.run(
         command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=SECONDS
     )
+
+
+def complete_checkpoints(output_dir: str | Path) -> list[Path]:
+    return [path for path in checkpoints_of(output_dir) if not why_incomplete(path)]

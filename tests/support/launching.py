@@ -58,14 +58,10 @@ def launch(
         port = str(stack.enter_context(held_port()))
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
         errors = [stack.enter_context(TemporaryFile("w+")) for _ in range(processes)]
+        of_ranks = [environment(**engine, **group, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(processes)]
         started = [
-            subprocess.Popen(
-                command,
-                env=environment(**engine, **group, RANK=str(rank), LOCAL_RANK=str(rank)),
-                stdout=subprocess.DEVNULL,
-                stderr=errors[rank],
-            )
-            for rank in range(processes)
+            subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=said)
+            for env, said in zip(of_ranks, errors, strict=True)
         ]
         try:
             end = time.monotonic() + SECONDS
@@ -85,7 +81,6 @@ def launch(
 
 
 def results_of(function: Callable, *arguments: object, processes: int) -> list[Any]:
-    """What a function returns in each process of one group, which import the file it is in."""
     with TemporaryDirectory() as made:
         folder = Path(made)
         (folder / "call").write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, arguments)))
@@ -102,18 +97,15 @@ def join_group() -> None:
 
 
 def wait_for_line(run: subprocess.Popen, beginning: str) -> None:
-    """Read what a process writes to its pipe until a line begins so."""
     if not any(line.startswith(beginning) for line in run.stdout):
         pytest.fail(f"it ended before it said {beginning!r}: {run.communicate()[1][-3000:]}")
 
 
 def children_of(run: subprocess.Popen) -> list[int]:
-    """The processes that a launcher has started, in their order."""
     return sorted(child.pid for child in psutil.Process(run.pid).children())
 
 
 def outputs(*started: subprocess.Popen) -> list[tuple]:
-    """What each process has written to (stdout, stderr), once all have ended."""
     try:
         return [process.communicate(timeout=SECONDS) for process in started]
     finally:

@@ -1,5 +1,3 @@
-"""Records made by hand for the tests of this folder."""
-
 from typing import Any
 
 from vgr_trl.reporting.records import Completion, Record

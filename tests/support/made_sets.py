@@ -23,7 +23,6 @@ IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]
 
 
 def picture(colour: Any = (200, 30, 40), size: tuple[int, int] = (12, 8)) -> dict[str, Any]:
-    """An undecoded image of one colour, as `datasets` stores it."""
     return {"bytes": encoded(Image.new("RGB", size, colour)), "path": None}
 
 
@@ -47,7 +46,6 @@ def parquet(path: Path, rows: list[dict[str, Any]], types: dict[str, Any] | None
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
-    """Write rows as JSON, and texts as they are."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -66,7 +64,6 @@ def converted(name: str, rows: Any, **rules: Any) -> tuple[list[dict[str, Any]],
 
 
 def written(rows: list[dict[str, Any]], folder: Path, columns: tuple[str, ...] = ("image",)) -> str:
-    """Convert rows of the user's own in this process, and return the report."""
     features = features_of(rows)
     table = Dataset.from_list([{name: row.get(name) for name in features} for row in rows], features=features)
     names = [name for name in SCHEMA if name in columns or name in ("id", "source", "problem", "solution", "choices")]
@@ -84,7 +81,6 @@ def features_of(rows: list[dict[str, Any]]) -> Features:
 
 
 def rows_in(folder: Path, split: str = "train") -> list[dict[str, Any]]:
-    """The rows of the Parquet files of a split."""
     files = sorted(folder.glob(f"{split}-*.parquet"))
     return [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
 

@@ -14,7 +14,6 @@ SETS = ("HuggingFaceM4/A-OKVQA", "lujunxi57/DDM", "some/questions")
 
 
 def fill_shelf(shelf: Path, model: Path, questions: str, models_of_the_hub: Iterable[str]) -> None:
-    """Write them to a folder, those of the hub to `hub` in it; the model and the questions are given."""
     for folder in {*MODELS, *(f"hub/{name}" for name in models_of_the_hub)}:
         shutil.copytree(model, shelf / folder)
     for folder in ("", "tiny_vlm", "runs/tiny/embedded", *(f"hub/{name}" for name in SETS)):
@@ -24,10 +23,8 @@ def fill_shelf(shelf: Path, model: Path, questions: str, models_of_the_hub: Iter
             shutil.copy(part.partition("=")[2], shelf / folder)
     laptop = (TEMPLATES / "laptop.yaml").read_text(encoding="utf-8").format(name="", tiny=shelf / "tiny_vlm")
     texts = {
-        "train.yaml": laptop,
-        "mine.yaml": laptop,
-        "my_method.yaml": recipe_file("papo").read_text(encoding="utf-8"),
-    }
+        "train.yaml": laptop, "mine.yaml": laptop, "my_method.yaml": recipe_file("papo").read_text(encoding="utf-8"),
+    }  # fmt: skip
     for name, text in texts.items():
         (shelf / name).write_text(text, encoding="utf-8")
     (shelf / "pictures").mkdir()

@@ -22,21 +22,17 @@ LOSSES = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0}, "sapo": {"loss_type": "sapo"},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"}, "vespo": {"loss_type": "vespo"},
 }  # fmt: skip
-
-
-def uneven_reward(completion_ids, **kwargs):
-    """Another value for nearly every completion, so that no group is dead."""
-    return [sum(ids) % 17 / 17 for ids in completion_ids]
-
-
 STEPS = trainers.BIG_STEPS | {
     "max_completion_length": 8, "max_steps": 3, "learning_rate": 0.2, "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2, "seed": 7, "temperature": 3.0,
 }  # fmt: skip
 
 
+def uneven_reward(completion_ids, **kwargs):
+    return [sum(ids) % 17 / 17 for ids in completion_ids]
+
+
 def options(folder, **changed):
-    """Three steps of SGD in float32 over two prompts with four completions each."""
     return trainers.OPTIONS | {"output_dir": str(folder), **STEPS, **changed}
 
 
@@ -59,17 +55,13 @@ def build_trainer(classes, model, processor, rows, settings, **more):
     # Tests count passes: those of the check of the pixels are its own, and a sample would make smaller ones.
     ours = {"check_pixels": False, "attention_rows": "all"} if classes == DAPO else {}
     return trainer_class(
-        model=copy.deepcopy(model),
-        reward_funcs=uneven_reward,
-        args=config_class(**ours | settings, generation_kwargs={"suppress_tokens": others}),
-        train_dataset=rows,
-        processing_class=processor,
-        **more,
-    )
+        model=copy.deepcopy(model), reward_funcs=uneven_reward,
+        args=config_class(**ours | settings, generation_kwargs={"suppress_tokens": others}), train_dataset=rows,
+        processing_class=processor, **more,
+    )  # fmt: skip
 
 
 def trained(classes, model, processor, rows, settings, **more):
-    """The trainer after its steps; `trainer.places` has the reports of `DAPOTrainer`."""
     trainer = build_trainer(classes, model, processor, rows, settings, **more)
     with reports_by_place() as trainer.places:
         trainer.train()
@@ -93,17 +85,14 @@ def reports_by_place():
 
 
 def texts_of(trainer):
-    """The completions of the latest rollouts."""
     return [item if isinstance(item, str) else item[0]["content"] for item in trainer._logs["completion"]]
 
 
 def largest_relative_update(start, ours, theirs):
-    """`relative_difference` of two trainers that began with the model `start`."""
     return relative_difference(*(dict(model.named_parameters()) for model in (start, ours.model, theirs.model)))
 
 
 def assert_same_steps(start, ours, theirs, most=ROUNDING):
-    """Two trainers that began with the model `start` have written the same and moved alike."""
     assert texts_of(ours) == texts_of(theirs)
     assert largest_relative_update(start, ours, theirs) < most
 

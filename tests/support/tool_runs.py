@@ -25,7 +25,6 @@ TURNS = (0, 1, 2, 1)  # calls of the completions of a prompt
 
 
 def call(name: str, **arguments) -> str:
-    """A turn that calls a tool, as the policy writes it."""
     given = ", ".join(f'"{key}": {value}' for key, value in arguments.items())
     return f'<tool_call>{{"name": "{name}", "arguments": {{{given}}}}}</tool_call>'
 
@@ -69,7 +68,6 @@ def deal_turns(trainer, turns=TURNS, asked=lambda place, turn: call("look", wide
 
 
 def tool_processor(folder):
-    """The processor of the tiny model with a template that has tools."""
     processor = AutoProcessor.from_pretrained(folder)
     processor.chat_template = processor.tokenizer.chat_template = TEMPLATE
     processor.tokenizer.response_template = qwen3_template
@@ -94,7 +92,6 @@ def tool_trainer(
 
 
 def first_tokens(advantages, signals, mask, options):
-    """A rule of credit: only the first two tokens of a completion are trained on."""
     kept = mask.clone()
     kept[:, 2:] = False
     return kept, {}

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset, load_dataset
 from support.trl_head import replace_missing_head
+from torch.distributed.tensor import DTensor
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
@@ -26,14 +27,12 @@ BIG_STEPS = {
     "learning_rate": 0.05, "optim": "sgd", "max_grad_norm": 1e9, "lr_scheduler_type": "constant",
     "max_completion_length": 64,
 }  # fmt: skip
+OURS, STOCK = (DAPOTrainer, DAPOConfig), (GRPOTrainer, GRPOConfig)
 
 
 def letters_reward(completions, **kwargs):
     """Many different values, so that no group is dead."""
     return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
-
-
-OURS, STOCK = (DAPOTrainer, DAPOConfig), (GRPOTrainer, GRPOConfig)
 
 
 def config(output_dir, kind=DAPOConfig, **changed):
@@ -43,13 +42,11 @@ def config(output_dir, kind=DAPOConfig, **changed):
 
 
 def train_file(question_files):
-    """The path of the questions to train on, of the fixture `question_files`."""
     return question_files.split(",")[0].removeprefix("train=")
 
 
 @cache
 def prompts(file: str) -> Dataset:
-    """Rows as prompts, without a system prompt."""
     return prepare_rows(load_dataset("parquet", data_files=file, split="train"), system_prompt=None)[0]
 
 
@@ -59,12 +56,10 @@ def _loaded(folder: Path):
 
 
 def tiny_model(folder):
-    """A fresh copy of the tiny vision-language model in a folder."""
     return copy.deepcopy(_loaded(Path(folder)))
 
 
 def vision_trainer(folder, rewards, config, rows, eval_rows=None, *, model=None, **more):
-    """A `DAPOTrainer` of the tiny vision-language model in a folder."""
     model = tiny_model(folder) if model is None else model
     return DAPOTrainer(
         model, rewards, config, rows, eval_rows, processing_class=AutoProcessor.from_pretrained(folder), **more
@@ -72,18 +67,28 @@ def vision_trainer(folder, rewards, config, rows, eval_rows=None, *, model=None,
 
 
 def moves(trainer, folder):
-    """How far every parameter has moved, in one row."""
     before = [parameter.detach().flatten() for parameter in tiny_model(folder).parameters()]
     return weights(trainer) - torch.cat(before)
 
 
 def weights(trainer):
-    """Every parameter, in one row."""
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
+def whole_parameters(trainer) -> dict[str, torch.Tensor]:
+    """Copies of the parameters by name, whole in every process."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    named = dict(model.named_parameters())
+    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
+        from deepspeed import zero
+
+        with zero.GatheredParameters(list(named.values())):
+            return {name: value.detach().clone() for name, value in named.items()}
+    parts = {name: value.detach() for name, value in named.items()}
+    return {name: (part.full_tensor() if isinstance(part, DTensor) else part).clone() for name, part in parts.items()}
+
+
 def logged(trainer, name):
-    """The values of a metric in the order in which they were logged."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 

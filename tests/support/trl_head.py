@@ -10,7 +10,6 @@ class TorchHead:
 
     @classmethod
     def apply(cls, *arguments):
-        """As an autograd function is called."""
         return cls.forward(None, *arguments)
 
     @staticmethod
@@ -25,7 +24,6 @@ class TorchHead:
 
 
 def replace_missing_head() -> None:
-    """Let TRL 1.15 score with `TorchHead`."""
     try:
         release = version("trl")
     except PackageNotFoundError:  # rooms that run without it

@@ -4,16 +4,12 @@ import torch
 
 
 def loss_of(trainer, advantages, logps, mask, old_logps=None) -> torch.Tensor:
-    """The loss of a first micro-batch of stock TRL, with gradients to `logps` (N, T)."""
     prompt = torch.zeros(len(mask), 1, dtype=torch.long)
     inputs = {
-        "prompt_ids": prompt,
-        "prompt_mask": torch.ones_like(prompt),
-        "completion_ids": torch.zeros_like(mask, dtype=torch.long),
-        "completion_mask": mask.long(),
-        "advantages": advantages,
-        "num_items_in_batch": mask.sum(),
-    }
+        "prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt),
+        "completion_ids": torch.zeros_like(mask, dtype=torch.long), "completion_mask": mask.long(),
+        "advantages": advantages, "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
     if old_logps is not None:
         inputs["old_per_token_logps"] = old_logps
     trainer.current_gradient_accumulation_steps = 1

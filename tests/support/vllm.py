@@ -57,7 +57,6 @@ def expanded(processor, prompts, images, stock=False):
 
 
 def in_place_of_vllm(monkeypatch, lengths=(4, 5), stock=False):
-    """Let trainers with `use_vllm` sample so; the list of (rows, images, completions per prompt) of each call."""
     calls = []
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", partial(Sampler, calls, lengths, stock))
     return calls

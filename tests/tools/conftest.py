@@ -10,7 +10,6 @@ if Version(trl.__version__) < Version("1.16"):
 
 @pytest.fixture
 def make(model_folder, vision_trainer, tmp_path):
-    """Builds trainers whose completions call tools: two prompts, four completions of one to three turns each."""
     from support.tool_runs import tool_trainer  # needs that TRL
 
     return partial(tool_trainer, model_folder, vision_trainer.rows, tmp_path / "run")

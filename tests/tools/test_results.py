@@ -1,5 +1,3 @@
-"""Results of tools of every kind, and calls that the policy writes to break the run."""
-
 import io
 import json
 import math
@@ -16,10 +14,13 @@ from vgr_trl.reporting.records import read_run
 from vgr_trl.tools import Zoom
 
 RED = Image.new("RGB", (56, 56), (200, 30, 30))
+FAILS = {"exit", "broken", "empty", "thin", "path", "url"}
+IMAGES = {"image", "both", "bytes", "untyped"}
+NO_CALL = {"brackets", "fewer brackets", "flat"}
+BRACKETS = "[" * 1500 + "]" * 1500
 
 
 def as_bytes(image, length=None):
-    """The bytes of an image, only the first ones if a length is given."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()[:length]
@@ -48,8 +49,6 @@ RESULTS = {
     "path": lambda: [{"type": "image", "image": "/etc/hostname"}],
     "url": lambda: [{"type": "image", "url": "/etc/hostname"}],
 }
-FAILS = {"exit", "broken", "empty", "thin", "path", "url"}
-IMAGES = {"image", "both", "bytes", "untyped"}
 
 
 def show(kind: str):
@@ -77,7 +76,6 @@ def quoted(name, **arguments):
 
 
 def said(trainer):
-    """Run a step; return the messages of tools in all completions."""
     seen, plain = [], trainer._calculate_rewards
 
     def keep(inputs, prompts, completions, ids):
@@ -107,7 +105,6 @@ def test_training_goes_on_after_every_kind_of_result(make, kind, tmp_path):
 
 
 def trained(folder, rows, kinds):
-    """A step on four completions of each process, of which those of the first prompt alone call tools."""
     deal = partial(
         deal_turns,
         turns=(1, 1, 0, 1, 0, 0, 0, 0),
@@ -126,8 +123,6 @@ def test_one_process_alone_has_results(model_folder, question_files, kinds):
     assert one == two
 
 
-NO_CALL = {"brackets", "fewer brackets", "flat"}
-BRACKETS = "[" * 1500 + "]" * 1500
 WRITTEN = {
     "marker as argument": quoted("zoom", box="<|image_pad|>"),
     "marker as tool": quoted("<|image_pad|>", box=1),

@@ -1,5 +1,3 @@
-"""Images that tools have returned: perturbed by row and place, and taken along with groups and to other processes."""
-
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,7 +15,6 @@ from vgr_trl.rows import pad_rows
 
 @pytest.mark.parametrize("which", ["all", "prompt", "tools"])
 def test_dependency_on_some_of_the_images(make, which):
-    """Log-probabilities under perturbed images are those of a pass over them; tokens before them do not depend."""
     trainer = make(
         enable_perception_filtering=True, perturb_images=which, perturbation="mask_image", rollout_log_steps=1
     )

@@ -1,5 +1,3 @@
-"""Images of tools in families beside Qwen-VL: tokens, pixels and log-probabilities are those of whole rows at once."""
-
 import re
 
 import pytest
@@ -37,8 +35,6 @@ PROCESSORS = {  # family -> arguments of `processor`
 
 @pytest.fixture
 def make(question_files, tmp_path):
-    """Builds a trainer of a family whose completions look none, one and two times; the last is twice as wide."""
-
     def trainer(name, **options):
         kind, images, special, more = PROCESSORS[name]
         made = processor(kind, images, special, byte_tokenizer, **more)

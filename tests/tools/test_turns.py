@@ -1,5 +1,3 @@
-"""Completions of several turns: which tokens count, what each of them sees, and that updates are TRL's."""
-
 import re
 from functools import partial
 
@@ -9,19 +7,23 @@ from support.tool_runs import DAPO, STOCK, call, deal_turns
 from support.trainers import begin, tiny_model
 
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.reporting.records import read_run
 from vgr_trl.rows import scoring_inputs
 from vgr_trl.signals.ratios import token_vision_gain_ratio
 
+REFUSED = [
+    {"signals": ["region_share"]}, {"attention_source": "generate", "compute_attention_metrics": True},
+    {"enable_perception_filtering": True, "perturbation": "remove_image"},
+]  # fmt: skip
+
 
 def rollout_of(trainer, rows=8):
-    """One rollout batch, scored and rewarded."""
     with trainer.new_rollout(begin(trainer, rows)) as rollout:
         trainer.generate_and_score(rollout)
     return rollout
 
 
 def test_three_turns_by_hand(make, model_folder):
-    """Masks, counts, VGR and attention per image of a completion that looks twice, by eager attention."""
     per_image = []
 
     def reward(completions, attention_per_image, **kwargs):
@@ -81,7 +83,6 @@ def test_three_turns_by_hand(make, model_folder):
 
 
 def test_image_tokens_without_an_image_are_refused(make):
-    """A policy that writes an image token itself: TRL trains on all rows of the process without any image."""
     deal = partial(deal_turns, turns=(0, 0, 1, 0), asked=lambda place, turn: f"<|image_pad|>{call('look', wide=56)}")
     stock = make(kind=STOCK, deal=deal, **DAPO)
     assert "pixel_values" not in stock._generate_and_score_completions(begin(stock))
@@ -102,15 +103,38 @@ def test_a_video_token_that_the_policy_writes_is_a_token_like_others(make):
     assert trainer.state.log_history[0]["grad_norm"] > 0
 
 
-REFUSED = [
-    {"signals": ["region_share"]}, {"attention_source": "generate", "compute_attention_metrics": True},
-    {"enable_perception_filtering": True, "perturbation": "remove_image"},
-]  # fmt: skip
-
-
 def test_what_is_refused(make, vision_trainer):
     for changed in REFUSED:
         with pytest.raises(ConfigError):
             make(**changed)
     with pytest.raises(ConfigError):
         vision_trainer(enable_perception_filtering=True, perturb_images="tools")
+
+
+def test_returned_images_are_recorded_with_the_attention_on_them(make, tmp_path):
+    trainer = make(
+        rollout_log_steps=1, rollout_log_samples=8, enable_perception_filtering=True, perturbation="mask_image"
+    )
+    trainer.train()
+    (record,) = read_run(tmp_path / "run").records("train")
+    assert [len(each.images) for each in record.completions] == [1, 2, 3, 2] * 2
+    assert len({each.question for each in record.completions}) == 2, "the questions of two prompts"
+    third = record.completions[2]
+    assert [(image.width, image.grid) for image in third.images[1:]] == [(56, [2, 2]), (112, [2, 4])]
+    assert len({image.file for image in third.images}) == 3
+    assert None not in {image.perturbed for image in third.images}
+    assert third.tokens.count("<image>") == 2
+    assert "<|image_pad|>" not in third.tokens
+    assert "a circle is teal" in third.text
+    cells = sum(rows * columns for rows, columns in (image.grid for image in third.images))
+    assert len(third.attention.values) == cells * len(third.attention.scale) == cells * len(third.tokens)
+    assert [turn.calls for turn in third.turns] == [["look(wide=56)"], ["look(wide=112)"], []]
+    assert [(turn.answers, turn.images) for turn in third.turns] == [(["<image>a circle is teal"], 1)] * 2 + [([], 0)]
+    written = ["".join(third.tokens[turn.start : turn.stop]) for turn in third.turns]
+    assert [text.count("<tool_call>") for text in written] == [1, 1, 0]
+    assert [text.count("<|im_end|>") for text in written] == [1, 1, 1]
+    assert not any("im_start" in text or "<image>" in text for text in written)
+    late = len(third.tokens) - 2
+    attention = list(third.attention.values[late * cells : (late + 1) * cells])
+    assert any(attention[-12:]), "the last token sees the images of tools"
+    assert not any(third.attention.values[cells - 12 : cells]), "the first token sees none of them"

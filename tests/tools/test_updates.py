@@ -1,13 +1,13 @@
-"""Updates on completions whose tools return images: TRL's, and the same whatever is left out of a pass."""
-
 import pytest
 import torch
-from support.tool_runs import DAPO, STOCK
-from support.trainers import BIG_STEPS, tiny_model, weights
+from support.tool_runs import DAPO, STOCK, deal_turns
+from support.trainers import BIG_STEPS, begin, emitted, tiny_model, weights
+
+from vgr_trl.pixels import split_images
+from vgr_trl.rows import OLD_LOGPS, valid_tokens
 
 
 def test_prompts_are_computed_once_where_completions_hold_images(make, model_folder):
-    """In scoring, over perturbed images and in training, in one micro-batch and over several: the same update."""
     measures = {"token_weights": True, "enable_perception_filtering": True, "signals": ["similarity"]}
     measures |= {"skip_zero_advantage": "off", "skip_zero_advantage_tokens": "off"}
     for sizes in ({}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}):
@@ -54,3 +54,45 @@ def test_a_completion_that_ends_behind_an_image(make):
         trainer.train()
         after.append(weights(trainer))
     assert (after[0] - after[1]).abs().max() < 1e-5
+
+
+def half_reward(completions, trainer_state, **kwargs):
+    step = trainer_state.global_step
+    return [0.5 if step else float(len(completion) > 2) for completion in completions]
+
+
+@pytest.mark.parametrize("changed", [{}, {"num_iterations": 2}], ids=["on-policy", "twice"])
+def test_replayed_groups_have_their_turns_and_images(make, changed):
+    """Completions of three turns take the place of those of one: their old log-probabilities are what a pass gives."""
+    trainer = make(half_reward, replay_buffer_size=4, learning_rate=0.0, max_steps=2, **changed)
+    first = begin(trainer)
+    stored = trainer._generate_and_score_completions(first)
+    trainer.state.global_step = 1
+    trainer.model.generate = deal_turns(trainer, (0, 0, 0, 0))
+    batch = trainer._generate_and_score_completions(first)
+    assert trainer.newest_metrics()["replay/replaced_fraction"] == 1
+    assert {tuple(ids) for ids in batch["tool_mask"].tolist()} == {tuple(ids) for ids in stored["tool_mask"].tolist()}
+    counts = [len(images["image_grid_thw"]) for images in split_images(batch, 8)[0]]
+    assert sorted(counts) == sorted([1, 2, 3, 2] * 2)
+    assert counts == batch["num_images"]
+    with torch.no_grad():
+        logits = emitted(trainer.model, batch) / trainer.temperature
+    expected = logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    mask = valid_tokens(batch).bool()
+    assert torch.allclose(batch[OLD_LOGPS][mask], expected[mask], atol=1e-5)
+    assert int(batch["num_items_in_batch"]) == int(mask.sum())
+
+
+def test_further_prompts_have_turns_of_their_own(make):
+    def reward(completions, id, **kwargs):
+        return [float(len(completion) > 2) * (name in late) for completion, name in zip(completions, id, strict=True)]
+
+    trainer = make(reward, dynamic_sampling="resample", online_filtering=True, filter_key="overall",
+                   filter_low=0.01, filter_high=0.99)  # fmt: skip
+    first = begin(trainer)
+    late = {row["id"] for row in trainer.train_dataset} - {row["id"] for row in first}
+    batch = trainer._generate_and_score_completions(first)
+    assert trainer.newest_metrics()["dynamic_sampling/rounds"] == 1
+    assert batch["num_images"] == [1, 2, 3, 2] * 2
+    assert (batch["advantages"] != 0).all()
+    trainer.train()

@@ -1,5 +1,3 @@
-"""The tools that come with the library, what rewards learn of calls, and the rewards of calls."""
-
 import re
 from functools import partial
 
@@ -16,6 +14,8 @@ from vgr_trl.rewards.loading import load_reward
 from vgr_trl.rows import Turns
 from vgr_trl.tools import LookAgain, Zoom, load_environment
 from vgr_trl.views.perturbed_pass import perturb_turns
+
+BOXES = {1: [[0, 0, 0.5, 0.5]], 2: [[1, 1, 0, 0], [0.25, 0.25, 0.75, 1]], 3: [[0.5, 0.5, 1, 1]]}
 
 
 def zoomed(box, size=(200, 100)):
@@ -94,9 +94,6 @@ def test_a_part_of_a_perturbed_image():
     assert beside.tobytes() != other.tobytes()
     ((same, alone, _),) = perturb_turns(turns, [0], "tools", darken)
     assert (same.tobytes(), alone.getpixel((3, 3))) == (image.tobytes(), tuple(v // 2 for v in part.getpixel((3, 3))))
-
-
-BOXES = {1: [[0, 0, 0.5, 0.5]], 2: [[1, 1, 0, 0], [0.25, 0.25, 0.75, 1]], 3: [[0.5, 0.5, 1, 1]]}
 
 
 def test_a_run_that_zooms(make, monkeypatch):

@@ -5,6 +5,5 @@ import pytest
 
 @pytest.fixture
 def make(vision_trainer):
-    """Builds trainers of one step over two micro-batches of four completions, which measure no attention."""
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 1}
     return partial(vision_trainer, learning_rate=1e-2, compute_attention_metrics=False, **sizes)

@@ -1,5 +1,3 @@
-"""LoRA targets as users type them, and targets that no module has."""
-
 import pytest
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support.trainers import tiny_model
@@ -14,13 +12,11 @@ from vgr_trl.validate import options
 @pytest.mark.parametrize(
     ("typed", "modules"),
     [
-        (["q_proj", "v_proj"], ["q_proj", "v_proj"]),
-        (["q_proj,v_proj", ","], ["q_proj", "v_proj"]),
-        (["all-linear"], "all-linear"),
-        ([r".*layers\.\d{1,2}\.q_proj"], r".*layers\.\d{1,2}\.q_proj"),
+        (["q_proj", "v_proj"], ["q_proj", "v_proj"]), (["q_proj,v_proj", ","], ["q_proj", "v_proj"]),
+        (["all-linear"], "all-linear"), ([r".*layers\.\d{1,2}\.q_proj"], r".*layers\.\d{1,2}\.q_proj"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_commas_are_separators(typed, modules):
     (model,) = parse((ModelConfig,), "train", ["--use_peft", "--lora_target_modules", *typed])
     separate_lora_modules(model)

@@ -1,5 +1,3 @@
-"""The KL to the reference in a run: in the loss, among the rewards, its coefficient."""
-
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -82,7 +80,6 @@ def test_among_the_rewards_it_is_taken_from_each_completion_before_groups_are_co
 
 @pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)])
 def test_over_all_words_in_the_loss(make, adapter):
-    """Value and gradient."""
     trainer = make(peft_config=adapter, kl_coef=0.5, kl_penalty="full", temperature=0.7)
     if adapter is None:
         with torch.no_grad():

@@ -1,5 +1,3 @@
-"""Terms beside the policy loss, and the perturbed images they and the credit are made of, in the trainer."""
-
 import pytest
 import torch
 from support.trainers import begin, scored_passes
@@ -10,7 +8,6 @@ from vgr_trl.rows import valid_tokens
 
 
 def micro_batches(trainer):
-    """The rollout batch of a trainer that has not trained, as micro-batches."""
     rows = begin(trainer)
     first = trainer._prepare_inputs(rows)
     trainer._step += 1

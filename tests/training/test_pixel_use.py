@@ -1,5 +1,3 @@
-"""Whether the model and the engine see the images is checked once, after the first rollout."""
-
 from unittest.mock import patch
 
 import pytest
@@ -22,7 +20,6 @@ def make(vision_trainer):
 
 
 def cut_pixels(trainer):
-    """Let the vision tower see black pixels only."""
     embed = trainer.model.model.visual.patch_embed
     plain = embed.forward
     embed.forward = lambda pixels: plain(torch.zeros_like(pixels))

@@ -1,5 +1,3 @@
-"""Boxes of the data in a training run: the tokens they are, the signal, the reward, the record."""
-
 import pytest
 import torch
 from datasets import load_dataset

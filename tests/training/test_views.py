@@ -1,5 +1,3 @@
-"""Views of images and rows, the dependency and the shift of distributions, against plain forward passes."""
-
 from copy import copy
 from functools import partial
 
@@ -10,7 +8,6 @@ from support.trainers import emitted, logged, tiny_model
 from transformers import TrainerCallback
 
 from vgr_trl import registries
-from vgr_trl.errors import ConfigError
 from vgr_trl.reporting.records import read_run
 from vgr_trl.signals import scoring
 from vgr_trl.signals.named import columns_to_signals, signals_to_columns
@@ -18,9 +15,12 @@ from vgr_trl.signals.perturbation import Seen
 from vgr_trl.signals.ratios import jensen_shannon
 from vgr_trl.views.perturbed_pass import score_perturbed
 
+FULL = {"share_prompts": "off", "kl_coef": 0.1, "kl_penalty": "full"}
+BLURRED = {"signals": ["jsd", "stability"], "further_perturbations": ["gaussian_blur"]}
+HINT = "the circle is red"
+
 
 def rollout_of(run, monkeypatch, then=lambda: None):
-    """The rollout of one step of a trainer, scored under perturbations."""
     found = []
 
     def measured(trainer, rollout):
@@ -34,7 +34,6 @@ def rollout_of(run, monkeypatch, then=lambda: None):
 
 
 def noted_passes(run, monkeypatch):
-    """Inputs of the passes that score the rollout."""
     passes, score = [], run.score
     monkeypatch.setattr(
         run, "score", lambda inputs, *more, **given: passes.append(inputs) or score(inputs, *more, **given)
@@ -88,15 +87,10 @@ def test_the_question_without_its_image(share, over, vision_trainer, monkeypatch
 
 
 def logits_of(run, inputs):
-    """(N, T, vocabulary) by a plain forward pass."""
     names = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw", "mm_token_type_ids")
     with torch.no_grad():
         logits = run.model(**{name: inputs[name] for name in names if name in inputs}).logits
     return logits[:, -inputs["logits_to_keep"] - 1 : -1].float() / run.temperature
-
-
-FULL = {"share_prompts": "off", "kl_coef": 0.1, "kl_penalty": "full"}
-BLURRED = {"signals": ["jsd", "stability"], "further_perturbations": ["gaussian_blur"]}
 
 
 @pytest.mark.parametrize("changed", [{"signals": ["jsd"]}, FULL | BLURRED])
@@ -125,9 +119,6 @@ def test_completions_behind_perturbed_images_of_their_own(vision_trainer, monkey
     valid = plain.signals.mask.bool()
     assert torch.allclose(shared.signals.dependency[valid], plain.signals.dependency[valid], rtol=1e-3, atol=1e-7)
     assert len({image.tobytes() for (image,) in shared.perturbed_images.values()}) == len(valid)
-
-
-HINT = "the circle is red"
 
 
 @pytest.fixture
@@ -239,7 +230,6 @@ def test_what_a_teacher_adds_trains_groups_without_variance(rule, moves, closer,
 
 @pytest.mark.parametrize("adapts", [False, True])
 def test_the_reference_teaches(adapts, closer, vision_trainer, model_folder, monkeypatch):
-    """Its weights stay the initial ones while the policy's move."""
     seen, model = [], tiny_model(model_folder).double()
     model.config._name_or_path = str(model_folder)
     run = vision_trainer(
@@ -259,21 +249,6 @@ def test_the_reference_teaches(adapts, closer, vision_trainer, model_folder, mon
         teacher = rollout.signals.views["teacher"].double()
         assert torch.allclose(teacher[valid], expected[valid], atol=1e-5, equal_nan=True)
     assert "ref_per_token_logps" not in seen[0].batch
-
-
-@pytest.mark.parametrize(
-    ("options", "needed"),
-    [
-        ({"credit_rules": ["rlsd"]}, "teacher_view"),
-        ({"loss_terms": ["gated_distillation"]}, "teacher_view"),
-        ({"teacher_view": "crop_to_box"}, "bbox"),
-        ({"teacher_view": "teacher_images"}, "teacher_images"),
-        ({"teacher_view": "privileged_context"}, "privileged_context"),
-    ],
-)
-def test_a_teacher_without_a_view(options, needed, vision_trainer):
-    with pytest.raises(ConfigError, match=needed):
-        vision_trainer(**options)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""The example for EasyR1: each override is one of its own configuration or of this library."""
-
 from pathlib import Path
 
 import pytest

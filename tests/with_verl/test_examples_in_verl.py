@@ -1,5 +1,3 @@
-"""The examples for verl: each override is one of its own configuration or of this library."""
-
 import inspect
 from pathlib import Path
 

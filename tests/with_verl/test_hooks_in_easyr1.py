@@ -1,5 +1,3 @@
-"""EasyR1's worker, trainer and runner with ours in their place: what needs no GPU of it."""
-
 import cloudpickle
 import numpy as np
 import pytest

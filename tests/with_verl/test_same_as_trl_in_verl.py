@@ -1,5 +1,3 @@
-"""The same rollout through `DAPOTrainer` and through verl's trainer and engine: same advantages, same gradients."""
-
 import json
 from pathlib import Path
 

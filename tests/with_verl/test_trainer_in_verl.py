@@ -1,5 +1,3 @@
-"""verl's synchronous trainer with signals: its own steps, on a store in memory in place of TransferQueue."""
-
 import os
 import subprocess
 import sys
@@ -49,7 +47,6 @@ def test_options_that_verl_cannot_follow():
 
 
 def test_verl_registers_it_by_its_own_environment():
-    """In a process that only imports verl."""
     code = (
         "import verl\n"
         "from verl.trainer.ppo.v1 import get_trainer_cls\n"

@@ -29,7 +29,6 @@ def run(folder: Path) -> None:
 
 
 def listen(trainer: DAPOTrainer) -> list[dict]:
-    """What vLLM is asked from now on, and how far its weights are from the model's and from the first ones."""
     plain, calls = trainer.vllm_generation.generate, []
     first = embeddings_of_vllm(trainer).clone()
 

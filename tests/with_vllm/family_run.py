@@ -18,6 +18,7 @@ from typing import Any
 import plain_weights
 import torch
 import transformers as hf
+import yaml
 from datasets import Dataset
 from PIL import Image, ImageDraw
 from running import served
@@ -43,195 +44,95 @@ STEPS_OF = {
 }
 DTYPES = {"qwen3_5": "bfloat16"}  # vLLM's gated delta net on a CPU takes no other
 
-LINES = {f"line_ends_{count}": "\n" * count for count in (1, 2, 3, 4)}  # vLLM looks for these tokens of Gemma 3
+TABLE = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
 SIZE = {"height": 16, "width": 16}
 TRIPLE = "<|vision_start|><|image_pad|><|vision_end|>"
-QWEN = {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>", "image_token": "<|image_pad|>"}
-QWEN |= {"video_token": "<|video_pad|>"}
-QWEN_CONFIG = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
-QWEN_CONFIG |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
 PIXELS = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
 BOUNDS = {"size": {"shortest_edge": 64, "longest_edge": 512}}
-IDEFICS = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>"}
-IDEFICS |= {"image_boundary_token": "<fake_token_around_image>", "global_image_token": "<global-img>"}
-IDEFICS |= {"end_of_utterance_token": "<end_of_utterance>", "end_token": "<end_of_utterance>"}
-IDEFICS |= {f"r{r}c{c}": f"<row_{r}_col_{c}>" for r in (1, 2) for c in (1, 2)} | {"video_token": "<video>"}
 TILES = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+FRAMES = {"video_sampling": {"fps": 1, "max_frames": 4, "video_size": {"longest_edge": 16}}}
 LLAVA = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 SHORT = {"size": {"shortest_edge": 16}, "crop_size": SIZE}
+SQUARE = {"size": {"shortest_edge": 16, "longest_edge": 16}, "do_image_splitting": False}
+GEMMA4 = {"patch_size": 4, "pooling_kernel_size": 2}
+LFM2 = {
+    "do_image_splitting": False, "encoder_patch_size": 4, "downsample_factor": 2, "tile_size": 16,
+    "min_image_tokens": 2, "max_image_tokens": 4, "max_num_patches": 16,
+}  # fmt: skip
 
 
-def _qwen(kind: str, images: Any = None, videos: str = "Qwen2VLVideoProcessor") -> Callable[[], Any]:
-    def made() -> Any:
-        given = images or hf.Qwen2VLImageProcessor(**PIXELS, **BOUNDS)
-        return getattr(hf, kind)(given, byte_tokenizer(**QWEN), getattr(hf, videos)(**PIXELS))
+def qwen(kind: str, videos: str = "Qwen2VLVideoProcessor") -> Callable[[Any], Any]:
+    def made(tokenizer: Any) -> Any:
+        images = hf.Qwen2VLImageProcessor(**PIXELS, **BOUNDS)
+        return getattr(hf, kind)(images, tokenizer, getattr(hf, videos)(**PIXELS))
 
     return made
 
 
-def _glm() -> Any:
-    special = {
-        "a": "<|begin_of_image|>",
-        "b": "<|end_of_image|>",
-        "image_token": "<|image|>",
-        "video_token": "<|video|>",
-    }
-    special |= {"c": "<|begin_of_video|>", "d": "<|end_of_video|>"}
-    images = hf.Glm4vImageProcessor(**PIXELS, **BOUNDS)
-    return hf.Glm4vProcessor(images, byte_tokenizer(**special), hf.Glm4vVideoProcessor(**PIXELS))
+def gemma4(tokenizer: Any) -> Any:
+    images = hf.Gemma4ImageProcessor(**GEMMA4, max_soft_tokens=70)
+    return hf.Gemma4Processor(hf.Gemma4AudioFeatureExtractor(), images, tokenizer, hf.Gemma4VideoProcessor(**GEMMA4))
 
 
-def _gemma3() -> Any:
-    special = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    return hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=SIZE), byte_tokenizer(**special, **LINES), **FOUR_TOKENS)
-
-
-def _gemma4() -> Any:
-    special = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>"}
-    special |= {"boa_token": "<|audio>", "eoa_token": "<audio|>", "video_token": "<|video|>"}
-    images = hf.Gemma4ImageProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
-    videos = hf.Gemma4VideoProcessor(patch_size=4, pooling_kernel_size=2)
-    return hf.Gemma4Processor(hf.Gemma4AudioFeatureExtractor(), images, byte_tokenizer(**special), videos)
-
-
-def _llava() -> Any:
-    return hf.LlavaProcessor(hf.CLIPImageProcessor(**SHORT), byte_tokenizer(image_token="<image>"), **LLAVA)
-
-
-def _llava_next() -> Any:
-    images = hf.LlavaNextImageProcessor(**SHORT, image_grid_pinpoints=PINPOINTS)
-    return hf.LlavaNextProcessor(images, byte_tokenizer(image_token="<image>"), **LLAVA)
-
-
-def _internvl() -> Any:
-    special = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+def internvl(tokenizer: Any) -> Any:
     images = hf.GotOcr2ImageProcessor(size=SIZE, crop_to_patches=True, max_patches=4)
-    tokenizer = byte_tokenizer(**special, video_token="<video>")
     return hf.InternVLProcessor(images, tokenizer, hf.InternVLVideoProcessor(size=SIZE), **FOUR_TOKENS)
 
 
-def _idefics2() -> Any:
-    images = hf.Idefics2ImageProcessor(size={"shortest_edge": 16, "longest_edge": 16}, do_image_splitting=False)
-    return hf.Idefics2Processor(images, byte_tokenizer(**IDEFICS), image_seq_len=4)
-
-
-def _idefics3() -> Any:
-    return hf.Idefics3Processor(hf.Idefics3ImageProcessor(**TILES), byte_tokenizer(**IDEFICS), image_seq_len=4)
-
-
-def _smolvlm() -> Any:
-    videos = hf.SmolVLMVideoProcessor(
-        **TILES, video_sampling={"fps": 1, "max_frames": 4, "video_size": {"longest_edge": 16}}
-    )
-    images = hf.SmolVLMImageProcessor(**TILES)
-    return hf.SmolVLMProcessor(images, byte_tokenizer(**IDEFICS), videos, image_seq_len=4)
-
-
-def _mistral3() -> Any:
-    special = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
-    images = hf.PixtralImageProcessor(size={"longest_edge": 32}, patch_size=4)
-    return hf.PixtralProcessor(images, byte_tokenizer(**special), patch_size=4, spatial_merge_size=2)
-
-
-def _paligemma() -> Any:
-    images = hf.SiglipImageProcessor(size=SIZE)
+def paligemma(tokenizer: Any) -> Any:
+    images, tokenizer.bos_token = hf.SiglipImageProcessor(size=SIZE), "<bos>"
     images.image_seq_length = 16
-    tokenizer = byte_tokenizer(image_token="<image>", bos_token="<bos>", **LINES)
-    tokenizer.bos_token = "<bos>"
     return hf.PaliGemmaProcessor(images, tokenizer)
 
 
-def _ovis2() -> Any:
-    special = {"image_token": "<image>", "a": "<IMG_START>", "b": "<IMG_ATOM>", "c": "<IMG_GRID>", "d": "<IMG_COL>"}
-    special |= {"e": "<IMG_ROW>", "f": "<IMG_END>"}
-    images = hf.Ovis2ImageProcessor(size=SIZE, crop_to_patches=False)
-    return hf.Ovis2Processor(images, byte_tokenizer(**special), image_seq_length=4)
-
-
-def _lfm2() -> Any:
-    special = {"image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
-    special |= {"image_thumbnail": "<|img_thumbnail|>"}
-    images = hf.Lfm2VlImageProcessor(
-        do_image_splitting=False, encoder_patch_size=4, downsample_factor=2, tile_size=16, min_image_tokens=2,
-        max_image_tokens=4, max_num_patches=16,
-    )  # fmt: skip
-    return hf.Lfm2VlProcessor(images, byte_tokenizer(**special))
-
-
-# family -> processor, image of the template, tokens of the configuration, and what else differs from `families.yaml`
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-HEADS = {"rope_parameters": MROPE}
-INTERLEAVED = {"rope_parameters": {**MROPE, "mrope_interleaved": True}}
-GLM_ROPE = {"rope_parameters": {**MROPE, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}}
-GLM_ROPE |= {"attention_bias": True}
-EXPERTS = {**INTERLEAVED, "norm_topk_prob": True}
-QWEN3_5 = {"rope_parameters": {**MROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}}
-QWEN3_5["rope_parameters"]["partial_rotary_factor"] = 0.5
-QWEN3_5 |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # vLLM on a CPU takes channels by 32
-OUT = {"out_hidden_size": 64}
-INDEX = {"image_token_index": "<image>"}
-GEMMA3 = {
-    "image_token_index": "<image_soft_token>",
-    "boi_token_index": "<start_of_image>",
-    "eoi_token_index": "<end_of_image>",
-}
-GEMMA4 = {
-    "image_token_id": "<|image|>",
-    "boi_token_id": "<|image>",
-    "eoi_token_id": "<image|>",
-    "video_token_id": "<|video|>",
-}
-GEMMA4_LAYERS = {"global_head_dim": 32, "vocab_size_per_layer_input": 275}
-GEMMA4_VISION = {"default_output_length": 70}
-GLM = {"image_token_id": "<|image|>", "video_token_id": "<|video|>", "image_start_token_id": "<|begin_of_image|>"}
-GLM |= {"image_end_token_id": "<|end_of_image|>", "video_start_token_id": "<|begin_of_video|>"}
-GLM |= {"video_end_token_id": "<|end_of_video|>"}
-SETUPS: dict[str, tuple[Callable[[], Any], str, dict[str, str], dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": (_qwen("Qwen2VLProcessor"), TRIPLE, QWEN_CONFIG, HEADS, {"hidden_size": 64}),
-    "qwen2_5_vl": (_qwen("Qwen2_5_VLProcessor"), TRIPLE, QWEN_CONFIG, HEADS, OUT),
-    "qwen3_vl": (_qwen("Qwen3VLProcessor", videos="Qwen3VLVideoProcessor"), TRIPLE, QWEN_CONFIG, INTERLEAVED, OUT),
-    "qwen3_vl_moe": (_qwen("Qwen3VLProcessor", videos="Qwen3VLVideoProcessor"), TRIPLE, QWEN_CONFIG, EXPERTS, OUT),
-    "qwen3_5": (_qwen("Qwen3VLProcessor", videos="Qwen3VLVideoProcessor"), TRIPLE, QWEN_CONFIG, QWEN3_5, OUT),
-    "glm4v": (_glm, "<|begin_of_image|><|image|><|end_of_image|>", GLM, GLM_ROPE, OUT),
-    "gemma3": (_gemma3, "<start_of_image>", GEMMA3, {}, {}),
-    "gemma4": (_gemma4, "<|image|>", GEMMA4, {"global_head_dim": 32}, GEMMA4_VISION),
-    "gemma4_published": (_gemma4, "<|image|>", GEMMA4, GEMMA4_LAYERS, GEMMA4_VISION),
-    "llava": (_llava, "<image>", INDEX, {}, {}),
-    "llava_next": (_llava_next, "<image>", INDEX, {}, {}),
-    "internvl": (_internvl, "<IMG_CONTEXT>", {"image_token_id": "<IMG_CONTEXT>"}, {}, {}),
-    "idefics2": (_idefics2, "<image>", {"image_token_id": "<image>"}, {}, {}),
-    "idefics3": (_idefics3, "<image>", {"image_token_id": "<image>"}, {}, {}),
-    "smolvlm": (_smolvlm, "<image>", {"image_token_id": "<image>"}, {}, {}),
-    "mistral3": (_mistral3, "[IMG]", {"image_token_index": "[IMG]"}, {}, {}),
-    "paligemma": (_paligemma, "", INDEX, {}, {"projection_dim": 64}),
-    "ovis2": (_ovis2, "<image>", {"image_token_id": "<IMG_ATOM>"}, {}, {}),
-    "lfm2_vl": (
-        _lfm2,
-        "<image>",
-        {"image_token_id": "<image>"},
-        {"conv_dim": 64, "block_dim": 64, "block_ff_dim": 96},
-        {"vision_use_head": False},
+QWEN3 = qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
+PROCESSORS: dict[str, Callable[[Any], Any]] = {
+    "qwen2_vl": qwen("Qwen2VLProcessor"),
+    "qwen2_5_vl": qwen("Qwen2_5_VLProcessor"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5"), QWEN3),
+    "glm4v": lambda tokenizer: hf.Glm4vProcessor(
+        hf.Glm4vImageProcessor(**PIXELS, **BOUNDS), tokenizer, hf.Glm4vVideoProcessor(**PIXELS)
     ),
+    "gemma3": lambda tokenizer: hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=SIZE), tokenizer, **FOUR_TOKENS),
+    **dict.fromkeys(("gemma4", "gemma4_published"), gemma4),
+    "llava": lambda tokenizer: hf.LlavaProcessor(hf.CLIPImageProcessor(**SHORT), tokenizer, **LLAVA),
+    "llava_next": lambda tokenizer: hf.LlavaNextProcessor(
+        hf.LlavaNextImageProcessor(**SHORT, image_grid_pinpoints=PINPOINTS), tokenizer, **LLAVA
+    ),
+    "internvl": internvl,
+    "idefics2": lambda tokenizer: hf.Idefics2Processor(hf.Idefics2ImageProcessor(**SQUARE), tokenizer, image_seq_len=4),
+    "idefics3": lambda tokenizer: hf.Idefics3Processor(hf.Idefics3ImageProcessor(**TILES), tokenizer, image_seq_len=4),
+    "smolvlm": lambda tokenizer: hf.SmolVLMProcessor(
+        hf.SmolVLMImageProcessor(**TILES), tokenizer, hf.SmolVLMVideoProcessor(**TILES, **FRAMES), image_seq_len=4
+    ),
+    "mistral3": lambda tokenizer: hf.PixtralProcessor(
+        hf.PixtralImageProcessor(size={"longest_edge": 32}, patch_size=4), tokenizer, patch_size=4, spatial_merge_size=2
+    ),
+    "paligemma": paligemma,
+    "ovis2": lambda tokenizer: hf.Ovis2Processor(
+        hf.Ovis2ImageProcessor(size=SIZE, crop_to_patches=False), tokenizer, image_seq_length=4
+    ),
+    "lfm2_vl": lambda tokenizer: hf.Lfm2VlProcessor(hf.Lfm2VlImageProcessor(**LFM2), tokenizer),
 }
 
 
 def saved_model(name: str, folder: Path) -> Any:
     """Save a tiny model of a family, with heads of 32, and its processor; return the processor as it is loaded."""
-    make_processor, image, tokens, text, vision = SETUPS[name]
-    processor = make_processor()
-    processor.chat_template = processor.tokenizer.chat_template = TEMPLATE.replace(TRIPLE, image)
+    row = TABLE[name]
+    processor = PROCESSORS[name](byte_tokenizer(**row["special"]))
+    processor.chat_template = processor.tokenizer.chat_template = TEMPLATE.replace(TRIPLE, row["image"])
     processor.tokenizer.padding_side = "left"
     number = processor.tokenizer.convert_tokens_to_ids
     family = {**FAMILIES, **OTHERS}[name]
     smaller = family.build()
     config = smaller.config
-    for key, token in tokens.items():
+    for key, token in row["tokens"].items():
         setattr(config, key, number(token))
     sizes = {"vocab_size": len(processor.tokenizer), "hidden_size": 64, "head_dim": 32, "intermediate_size": 96}
     sizes |= {"max_position_embeddings": 2048, "eos_token_id": number("<|im_end|>"), "pad_token_id": number("<pad>")}
-    for key, value in {**sizes, **text}.items():
+    for key, value in {**sizes, **row.get("text", {})}.items():
         setattr(config.text_config, key, value)
-    for key, value in vision.items():
+    for key, value in row.get("vision", {}).items():
         setattr(config.vision_config, key, value)
     if name == "paligemma":
         config.projection_dim = config.hidden_size = 64
@@ -292,7 +193,6 @@ def reward(completions: list, **kwargs: object) -> list[float]:
 
 
 def listen(trainer: DAPOTrainer) -> list[bool]:
-    """Whether vLLM has read the same tokens as the trainer, for each row of each turn from now on."""
     plain, same = trainer.vllm_generation.generate, []
 
     def generate(prompts, images, num_generations, profiler):

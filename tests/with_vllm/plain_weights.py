@@ -32,6 +32,5 @@ class WeightsFromFile:
     """What a worker of a server has beside its own (`--worker-extension-cls`)."""
 
     def load_file(self, path: str) -> None:
-        """Load weights one by one, as TRL has a colocated vLLM do."""
         for named in load_file(path).items():
             self.model_runner.model.load_weights([named])

@@ -27,28 +27,19 @@ NEEDS_VLLM = pytest.mark.skipif(
 
 
 def environment() -> dict[str, str]:
-    """Of a process on one core that imports vLLM."""
     paths = [str(HERE / "site"), str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
+    of_vllm = {"CPU_KVCACHE_SPACE": "1", "CPU_OMP_THREADS_BIND": "nobind", "LOGGING_LEVEL": "WARNING"}  # GiB
+    more = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    more |= {f"VLLM_{name}": value for name, value in of_vllm.items()}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
 def run(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess:
-    """Run a script of this folder, whose first argument is `folder`."""
     command = [sys.executable, str(HERE / script), str(folder), *flags]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SECONDS)
 
 
 def outcome(folder: Path, done: subprocess.CompletedProcess) -> dict:
-    """What a run wrote to `log.json` of its folder."""
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads((folder / "log.json").read_text())
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from running import EXACT, METRIC, NEEDS_VLLM, outcome, run, served
-from support.checkpoints import complete_checkpoints
+from support.commands import complete_checkpoints
 
 pytestmark = NEEDS_VLLM
 
@@ -19,7 +19,6 @@ def model(tmp_path_factory) -> Path:
 
 
 def check(folder: Path, url: str, *flags: str) -> None:
-    """Train with the server, and look at the three steps that are logged in the end."""
     steps = outcome(folder, run(folder, "server_run.py", url, *flags))["steps"]
     assert len(steps) == 3
     for step in steps:

@@ -21,7 +21,6 @@ GROUP = 4  # completions of a prompt
 
 
 def trainer_of(folder: Path, **changed: object) -> DAPOTrainer:
-    """A trainer with a colocated vLLM, or with the options that are given, on one core."""
     torch.set_num_threads(1)
     model, processor = saved_model(folder)
     given = {
@@ -59,7 +58,6 @@ def never_say(model: torch.nn.Module, tokens: list[int]) -> None:
 
 
 def questions(count: int = 9) -> Dataset:
-    """Rows with one image, with two of different sizes, and with none."""
     rows = []
     for number, row in enumerate(draw_questions(count, seed=0, split="train")):
         images = [[row["image"]], [row["image"], Image.new("RGB", (84, 56), (number * 20, 90, 200))], []][number % 3]
@@ -71,7 +69,6 @@ def questions(count: int = 9) -> Dataset:
 
 
 def letter_reward(completions: list, **kwargs: object) -> list[float]:
-    """A reward that a random model gets in different amounts."""
     return [float(len(completion[0]["content"]) % 5) for completion in completions]
 
 

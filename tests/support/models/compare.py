@@ -41,7 +41,6 @@ def why_plain(model: Any, checkpointing: bool = False) -> str | None:
 
 
 def needs_shared(model: Any, checkpointing: bool = False) -> None:
-    """Skip a test of what only shared passes do."""
     if reason := why_plain(model, checkpointing):
         pytest.skip(f"plain passes: {reason}")
 
@@ -55,7 +54,6 @@ def assert_shared_by(report: SharingReport, prompts: int, rows: int, model: Any,
 
 
 def scored(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies of the completions, 0 where they are padding; (N, T) each."""
     ids, mask, length = batch.inputs["input_ids"], batch.inputs["attention_mask"], batch.completion_length
     if getattr(model, "base_model", None) is model:
         logps = model(**batch.inputs).logits[:, -length - 1 : -1].log_softmax(-1) * mask[:, -length:, None]
@@ -67,7 +65,6 @@ def scored(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain_and_shared(model: Any, batch: Batch, length: int | None = 12) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Log-probabilities of the plain pass and of the shared one, and what the latter reports."""
     with torch.no_grad():
         plain, _ = scored(model, batch)
         with share_prompts(model, length) as report:
@@ -83,7 +80,6 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def gradients(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
-    """The gradient of `loss_of` in every trained parameter; 0 where it does not arrive."""
     model.zero_grad(set_to_none=True)
     loss_of(model, batch).backward()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -99,7 +95,6 @@ def largest_relative(some: dict[str, torch.Tensor], others: dict[str, torch.Tens
 
 
 def generated(model: Any, batch: Batch, *, sample: bool, **options: Any) -> torch.Tensor:
-    """New tokens of every row, with the same random numbers at every call."""
     torch.manual_seed(11)
     inputs = batch.prompt_inputs()
     tokens = model.generate(**inputs, do_sample=sample, max_new_tokens=12, **options)
@@ -118,7 +113,6 @@ def assert_same_scores(model: Any, batch: Batch, length: int | None, most: float
 
 
 def assert_same_gradients(model: Any, batch: Batch, most: float, checkpointing: bool = False) -> None:
-    """Gradients differ by less than `most`, relatively, in every parameter, of the vision tower too."""
     plain = gradients(model, batch)
     if checkpointing:
         checkpointed(model)
@@ -131,7 +125,6 @@ def assert_same_gradients(model: Any, batch: Batch, most: float, checkpointing: 
 
 
 def assert_same_tokens(model: Any, batch: Batch, sample: bool) -> torch.Tensor:
-    """Return the tokens."""
     plain = generated(model, batch, sample=sample)
     with share_prompts(model) as report:
         shared = generated(model, batch, sample=sample)
@@ -141,7 +134,6 @@ def assert_same_tokens(model: Any, batch: Batch, sample: bool) -> torch.Tensor:
 
 
 def shortened(batch: Batch, length: int) -> Batch:
-    """The batch with the first columns of its completions only."""
     per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
     end = length - batch.completion_length
     batch.inputs = {key: value[:, :end] if key in per_token else value for key, value in batch.inputs.items()}

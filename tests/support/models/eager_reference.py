@@ -14,37 +14,27 @@ TOLERANCE = 1e-5  # the issue's; found: 2e-7, with prompts shared 1e-6
 
 @dataclass
 class Reference:
-    """Prompts of P tokens with completions of T, and the attention on them.
+    """Prompts of P tokens with completions of T, and the attention on them."""
 
-    Attributes:
-        weights: (L, N, S, S), mean over heads.
-        masks: (N, P).
-        vision, instruction: (L, N, T), of the emitting queries.
-        valid: (N, T), completion tokens that are no padding.
-    """
-
-    weights: torch.Tensor
-    masks: ModalityMasks
-    vision: torch.Tensor
-    instruction: torch.Tensor
-    valid: torch.Tensor
+    weights: torch.Tensor  # (L, N, S, S), mean over heads
+    masks: ModalityMasks  # (N, P)
+    vision: torch.Tensor  # (L, N, T), of the emitting queries
+    instruction: torch.Tensor  # (L, N, T)
+    valid: torch.Tensor  # (N, T), completion tokens that are no padding
 
 
 def masks_of(batch: Batch) -> ModalityMasks:
-    """Of the prompts, (N, P)."""
     ids, mask = (batch.inputs[name][:, : -batch.completion_length] for name in ("input_ids", "attention_mask"))
     return build_modality_masks(ids, mask, vision_token_ids=VISION_IDS, special_token_ids=SPECIAL_IDS)
 
 
 def eager(model):
-    """A copy of the model that makes whole attention matrices."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("eager")
     return model
 
 
 def reference(model, batch: Batch) -> Reference:
-    """Sums over slices of `output_attentions`."""
     length = batch.completion_length
     with torch.no_grad():
         attentions = eager(model)(**batch.inputs, output_attentions=True).attentions
@@ -62,7 +52,6 @@ def difference(found: torch.Tensor, expected: torch.Tensor, valid: torch.Tensor)
 
 
 def run(model, batch, **options):
-    """Mass of the completions in one plain pass."""
     with torch.no_grad(), AttentionProbe(model, masks_of(batch), **options) as probe:
         model(**batch.inputs)
     return probe

@@ -28,16 +28,12 @@ BODY, PINPOINTS = TABLE["body"], TABLE["pinpoints"]
 
 @dataclass(frozen=True)
 class Picture:
-    """The tokens that stand for one image, and its pixel inputs."""
-
     tokens: list[int]
     inputs: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Family:
-    """How to build a tiny model, and how one of its images looks."""
-
     name: str
     build: Callable[[], Any]
     picture: Callable[[int], Picture] | None = None  # seed -> image
@@ -48,15 +44,12 @@ class Family:
 
 @dataclass
 class Batch:
-    """N rows of P + T tokens: the completions of each prompt stand together."""
-
     inputs: dict[str, Any]
     completion_length: int
     prompts: int
     groups: list[int] = field(default_factory=list)
 
     def prompt_inputs(self) -> dict[str, Any]:
-        """What `generate` gets for these rows."""
         end = -self.completion_length
         cut = {name: value if name in PIXEL_INPUTS else value[:, :end] for name, value in self.inputs.items()}
         return cut
@@ -134,10 +127,9 @@ def lfm2_picture(seed: int) -> Picture:
     """16 patches of one image, 8 of another with padding behind them; a token for every 2 by 2."""
     rows = 2 + 2 * (seed % 2)
     inputs = {
-        "pixel_values": noise(seed, 1, 16, 3 * 4 * 4),
-        "spatial_shapes": torch.tensor([[rows, 4]]),
+        "pixel_values": noise(seed, 1, 16, 3 * 4 * 4), "spatial_shapes": torch.tensor([[rows, 4]]),
         "pixel_attention_mask": (torch.arange(16) < 4 * rows).long()[None],
-    }
+    }  # fmt: skip
     return Picture([OPEN, *[IMAGE] * rows, CLOSE], inputs)
 
 
@@ -174,30 +166,21 @@ OTHERS = {name: _from_table(name, **row) for name, row in TABLE["others"].items(
 
 
 def build(name: "str | Family", seed: int = 0) -> Any:
-    """The tiny model of a family, with random weights."""
     torch.manual_seed(seed)
     family = FAMILIES[name] if isinstance(name, str) else name
     return randomise(family.build(), seed)
 
 
 def with_frozen_tower(model: Any) -> Any:
-    """The model, without gradients in vision tower and merger."""
     for parameter in parameters_of_tower(base_of(causal_model(model))):
         parameter.requires_grad_(False)
     return model
 
 
 def make_batch(
-    name: "str | Family",
-    *,
-    images: Sequence[int] = (1, 1),
-    generations: int = 3,
-    text: Sequence[int] = (21, 33),
-    completion_length: int = 12,
-    seed: int = 0,
-    order: Sequence[int] | None = None,
-    returned: Sequence[int] = (),
-) -> Batch:
+    name: "str | Family", *, images: Sequence[int] = (1, 1), generations: int = 3, text: Sequence[int] = (21, 33),
+    completion_length: int = 12, seed: int = 0, order: Sequence[int] | None = None, returned: Sequence[int] = (),
+) -> Batch:  # fmt: skip
     """Left-padded prompts of `text[i]` words with `images[i]` images, each with completions of unequal length.
 
     `order` rearranges the rows, which stand prompt by prompt otherwise. `returned`: images behind the second word of

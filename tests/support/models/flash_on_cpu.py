@@ -44,7 +44,6 @@ def _attend(query, key, value, scale, window):
 
 
 def as_flash(model):
-    """The model with flash attention in its decoder."""
     for config in (model.config, model.config.get_text_config(decoder=True)):
         config._attn_implementation_internal = "flash_attention_2"
     return model

@@ -52,13 +52,9 @@ def byte_tokenizer(**special: str) -> PreTrainedTokenizerFast:
 
 
 def processor(
-    kind: str,
-    image_processor: Any,
-    special: dict[str, str],
-    tokenizer: Callable[..., PreTrainedTokenizerFast] = word_tokenizer,
-    **options: Any,
-) -> Any:
-    """One of a class of transformers, without a part for videos, which needs torchvision."""
+    kind: str, image_processor: Any, special: dict[str, str],
+    tokenizer: Callable[..., PreTrainedTokenizerFast] = word_tokenizer, **options: Any,
+) -> Any:  # fmt: skip
     takes_none = {"check_argument_for_proper_class": lambda self, name, argument: None}
     made: Any = type(kind, (getattr(hf, kind),), takes_none)
     return made(image_processor=image_processor, tokenizer=tokenizer(**special), **options)

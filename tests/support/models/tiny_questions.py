@@ -1,5 +1,3 @@
-"""A tiny vision-language model, and questions for it."""
-
 import random
 
 import pytest
@@ -13,7 +11,6 @@ WORDS = "what colour is this red green blue yellow which of them do you see here
 
 
 def made_vision(folder):
-    """A Qwen2.5-VL with weights of a sensible size, saved in a folder, and its processor."""
     model, processor = build_tiny_vlm([WORDS], hidden_size=32, num_layers=2, num_heads=2)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -44,5 +41,4 @@ def questions(images_of):
 
 @pytest.fixture(scope="session")
 def image_rows():
-    """Two images in every third row."""
     return questions(lambda number: [picture(number), *([picture(number + 50, 84)] if number % 3 == 0 else [])])

@@ -1,5 +1,3 @@
-"""What processes keep of their own in a checkpoint; files that would run a program when they are read are refused."""
-
 import json
 import os
 
@@ -43,7 +41,6 @@ def test_older_checkpoints_are_deleted_once_the_new_one_is_complete(tmp_path, mo
 
 
 def test_a_full_disk_is_named(tmp_path):
-    """`/dev/full` refuses every byte, as a full disk does."""
     (tmp_path / "optimizer.pt").symlink_to("/dev/full")
     with (
         pytest.raises(DiskFullError, match=f"^Disk full while writing {tmp_path}: free space"),

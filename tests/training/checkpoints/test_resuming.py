@@ -1,5 +1,3 @@
-"""Which checkpoint a run is continued from."""
-
 import json
 import re
 from functools import partial
@@ -10,23 +8,14 @@ import pytest
 import torch
 from datasets import IterableDataset
 from peft import LoraConfig
-from support.checkpoints import complete_checkpoints
+from support.commands import complete_checkpoints
 from support.trainers import weights
 from torch.utils._pytree import tree_leaves
 
-from vgr_trl.checkpoints import (
-    GENERATION,
-    MANIFEST,
-    _continue_generation,
-    _position_in_data,
-    checksum,
-    resolve_checkpoint,
-    resume_mode,
-    save_share,
-    why_incomplete,
-    write_manifest,
-)
+from vgr_trl import checkpoints
 from vgr_trl.errors import ConfigError
+
+RESUMED = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1}
 
 
 def checkpoint(folder: Path, step: int, processes: int = 1, shares: int = 0) -> Path:
@@ -36,19 +25,19 @@ def checkpoint(folder: Path, step: int, processes: int = 1, shares: int = 0) -> 
     for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", *states):
         (path / name).write_bytes(name.encode() * step)
     for index in range(shares):
-        save_share({"process": index}, path, index, shares, "replay")
+        checkpoints.save_share({"process": index}, path, index, shares, "replay")
     (path / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    write_manifest(path, processes)
+    checkpoints.write_manifest(path, processes)
     return path
 
 
 def test_latest_without_any_checkpoint_starts_at_the_beginning(tmp_path):
-    assert resolve_checkpoint("latest", tmp_path) is None
-    assert resolve_checkpoint(None, tmp_path) is None
+    assert checkpoints.resolve_checkpoint("latest", tmp_path) is None
+    assert checkpoints.resolve_checkpoint(None, tmp_path) is None
     with pytest.raises(ConfigError, match=r"is nowhere, which is not complete \(it is not a folder\): give another"):
-        resolve_checkpoint("nowhere", tmp_path)
-    assert [resume_mode(value) for value in (None, False, "false", "none", "")] == [None] * 5
-    assert [resume_mode(value) for value in (True, "true", "Latest")] == ["latest"] * 3
+        checkpoints.resolve_checkpoint("nowhere", tmp_path)
+    assert [checkpoints.resume_mode(value) for value in (None, False, "false", "none", "")] == [None] * 5
+    assert [checkpoints.resume_mode(value) for value in (True, "true", "Latest")] == ["latest"] * 3
 
 
 @pytest.mark.parametrize(
@@ -57,19 +46,20 @@ def test_latest_without_any_checkpoint_starts_at_the_beginning(tmp_path):
         (lambda path: (path / "replay_0_of_2.pt").unlink(), "replay_0_of_2.pt is missing"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"\0" * 25), "optimizer.pt has 25 bytes instead of 24"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"\0" * 24), "optimizer.pt is damaged"),
-        (lambda path: (path / MANIFEST).write_text("{"), "manifest.json, which is written last, is missing"),
-        (lambda path: (path / MANIFEST).unlink(), "manifest.json, which is written last, is missing"),
+        (lambda path: (path / checkpoints.MANIFEST).write_text("{"), "manifest.json.* is missing"),
+        (lambda path: (path / checkpoints.MANIFEST).unlink(), "manifest.json.* is missing"),
     ],
 )
 def test_every_file_of_a_checkpoint_must_be_what_was_written(tmp_path, break_it, reason):
     older, newer = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2, processes=2, shares=2)
-    assert why_incomplete(newer) is None
+    assert checkpoints.why_incomplete(newer) is None
     break_it(newer)
     (tmp_path / "checkpoint-best").mkdir()
     assert complete_checkpoints(tmp_path) == [older]
-    assert resolve_checkpoint("latest", tmp_path) == resolve_checkpoint(str(older), tmp_path) == str(older)
+    for named in ("latest", str(older)):
+        assert checkpoints.resolve_checkpoint(named, tmp_path) == str(older)
     with pytest.raises(ConfigError, match=f"is not complete \\({reason}"):
-        resolve_checkpoint(str(newer), tmp_path)
+        checkpoints.resolve_checkpoint(str(newer), tmp_path)
 
 
 @pytest.mark.parametrize(("size", "seen"), [(64, [0, 31, 63]), (65, [0, 7, 57, 64])])
@@ -78,13 +68,10 @@ def test_which_bytes_of_a_file_its_checksum_reads(size, seen, tmp_path, monkeypa
     monkeypatch.setattr("vgr_trl.checkpoints.READ_WHOLE", 64)
     monkeypatch.setattr("vgr_trl.checkpoints.READ_PART", 8)
     (file := tmp_path / "file").write_bytes(bytes(size))
-    before = checksum(file)
+    before = checkpoints.checksum(file)
     for place in seen:
         file.write_bytes(bytes(place) + b"\1" + bytes(size - place - 1))
-        assert checksum(file) != before, place
-
-
-RESUMED = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1}
+        assert checkpoints.checksum(file) != before, place
 
 
 @pytest.mark.parametrize(
@@ -109,7 +96,7 @@ def test_an_optimizer_of_other_weights_is_refused(text_trainer, tmp_path):
     state = torch.load(saved / "optimizer.pt", weights_only=True)
     state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"][:1]
     torch.save(state, saved / "optimizer.pt")
-    write_manifest(saved)
+    checkpoints.write_manifest(saved)
     with pytest.raises(ConfigError, match="checkpoint-1 does not fit the weights that this run trains"):
         text_trainer(max_steps=2, **RESUMED).train(resume_from_checkpoint=True)
 
@@ -134,7 +121,7 @@ def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, 
 
     build = partial(text_trainer, reward, output_dir=tmp_path, **RESUMED | {"save_steps": 2})
     build(max_steps=4).train()
-    (tmp_path / "checkpoint-4" / MANIFEST).unlink()
+    (tmp_path / "checkpoint-4" / checkpoints.MANIFEST).unlink()
     steps.clear()
     trainer = build(max_steps=6)
     trainer.train(resume_from_checkpoint=True)
@@ -168,9 +155,9 @@ def test_a_stream_that_begins_anew_is_not_resumed():
         train_dataset=IterableDataset.from_generator(lambda: iter(())),
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"saved in a later epoch of the stream \(1.00\)"):
-        _position_in_data(trainer, "checkpoint-3")
+        checkpoints._position_in_data(trainer, "checkpoint-3")
     trainer.state.epoch = 0.99
-    assert _position_in_data(trainer, "checkpoint-3") == (0, 3)
+    assert checkpoints._position_in_data(trainer, "checkpoint-3") == (0, 3)
 
 
 def test_all_tensors_of_a_rollout_go_back_to_the_device(tmp_path):
@@ -179,8 +166,9 @@ def test_all_tensors_of_a_rollout_go_back_to_the_device(tmp_path):
     accelerator = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("meta"))
     trainer = SimpleNamespace(args=args, accelerator=accelerator, num_iterations=1)
     inputs = [{"prompt_ids": torch.ones(2, 3), "perturbed_pixel_values": [torch.ones(4)] * 2, "num_images": [1, 1]}]
-    save_share({"micro_batch": 1, "of": 2, "inputs": inputs, "waiting": False}, tmp_path, 0, 1, GENERATION)
-    _continue_generation(trainer, tmp_path, 1)
+    share = {"micro_batch": 1, "of": 2, "inputs": inputs, "waiting": False}
+    checkpoints.save_share(share, tmp_path, 0, 1, checkpoints.GENERATION)
+    checkpoints._continue_generation(trainer, tmp_path, 1)
     (found,) = trainer._buffered_inputs
     assert {value.device.type for value in tree_leaves(found) if torch.is_tensor(value)} == {"meta"}
     assert found["num_images"] == [1, 1]
@@ -189,12 +177,11 @@ def test_all_tensors_of_a_rollout_go_back_to_the_device(tmp_path):
 @pytest.mark.parametrize(
     "passes",
     [
-        {"check_pixels": True, "compute_attention_metrics": False},
-        {"attention_rows": "auto"},
+        {"check_pixels": True, "compute_attention_metrics": False}, {"attention_rows": "auto"},
         {"attention_source": "generate"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_dropout_draws_the_same_after_passes_that_a_run_made_at_its_start_only(vision_trainer, tmp_path, passes):
     """The check of the pixels, and the attention of recorded rows: a resumed run makes these passes again."""
 

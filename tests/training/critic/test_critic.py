@@ -1,5 +1,3 @@
-"""Advantages by a critic in a run: values, what they are learned from, and what a checkpoint keeps of them."""
-
 from functools import partial
 
 import pytest
@@ -18,7 +16,6 @@ def rollout_batch(trainer, rows=8):
 
 
 def hidden_by_hand(base, inputs):
-    """Last hidden states of the emitting positions, from a plain pass."""
     with torch.no_grad():
         return emitted(base, inputs, "last_hidden_state")
 

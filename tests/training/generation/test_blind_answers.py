@@ -1,5 +1,3 @@
-"""A second answer, without the image, from what a completion says of it: what is asked, what is earned and logged."""
-
 import pytest
 import torch
 from support.trainers import logged

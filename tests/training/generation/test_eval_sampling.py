@@ -1,5 +1,3 @@
-"""Sampling of evaluations, with what TRL's trainer keeps for its generation."""
-
 from types import SimpleNamespace
 
 import pytest
@@ -9,20 +7,15 @@ from vgr_trl.generation import eval_sampling
 from vgr_trl.patches.trl import override_sampling
 
 KEPT = {"max_new_tokens": 7, "do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 5}
+GREEDY = {"max_new_tokens": 7, "do_sample": False}
 
 
 def made(training, temperature=None, top_p=None, use_vllm=False):
     return SimpleNamespace(
-        args=SimpleNamespace(eval_temperature=temperature, eval_top_p=top_p),
-        model=SimpleNamespace(training=training),
-        use_vllm=use_vllm,
-        vllm_generation=SimpleNamespace(temperature=1.0, top_p=1.0),
-        generation_config=GenerationConfig(**KEPT, disable_compile=True),
-        generation_kwargs=dict(KEPT),
-    )
-
-
-GREEDY = {"max_new_tokens": 7, "do_sample": False}
+        args=SimpleNamespace(eval_temperature=temperature, eval_top_p=top_p), model=SimpleNamespace(training=training),
+        use_vllm=use_vllm, vllm_generation=SimpleNamespace(temperature=1.0, top_p=1.0),
+        generation_config=GenerationConfig(**KEPT, disable_compile=True), generation_kwargs=dict(KEPT),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("temperature", "expected"), [(0.6, KEPT | {"temperature": 0.6, "top_p": 0.95}), (0, GREEDY)])

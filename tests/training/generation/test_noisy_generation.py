@@ -1,5 +1,3 @@
-"""Completions sampled from a perturbed image and trained on the clean one: what is shown where, and ratios."""
-
 from copy import copy
 
 import pytest

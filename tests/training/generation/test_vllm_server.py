@@ -1,10 +1,7 @@
-"""What vLLM is told beside what TRL tells it, and a server that dies while it is asked."""
-
 from types import SimpleNamespace
 
 import pytest
 from requests.exceptions import ConnectionError as NoAnswer
-from support.trainers import config, prompts, train_file, vision_trainer
 from support.vllm import NoVLLM, expanded
 from trl.generation import vllm_client
 from trl.trainer import grpo_trainer
@@ -41,12 +38,11 @@ class Speaker(NoVLLM):
 
 
 @pytest.fixture
-def run(model_folder, question_files, tmp_path, monkeypatch):
+def run(vision_trainer, monkeypatch):
     def make(mode, **said):
         monkeypatch.setattr(grpo_trainer, "VLLMGeneration", type("Said", (Speaker,), said))
-        uncorrected = {"vllm_importance_sampling_correction": False}
-        options = config(tmp_path, max_steps=2, use_vllm=True, vllm_mode=mode, **uncorrected)
-        return vision_trainer(model_folder, [accuracy_reward], options, prompts(train_file(question_files)))
+        options = {"use_vllm": True, "vllm_mode": mode, "vllm_importance_sampling_correction": False}
+        return vision_trainer([accuracy_reward], max_steps=2, **options)
 
     return make
 

@@ -1,5 +1,3 @@
-"""Means over tokens and processes, seconds by stage with a clock that a test turns, and names of verl."""
-
 import math
 from types import SimpleNamespace
 
@@ -10,6 +8,8 @@ from transformers.integrations import integration_utils
 from vgr_trl.callbacks.trackers import guard_trackers, rename_for_verl
 from vgr_trl.metrics import step_metrics as clocks
 from vgr_trl.metrics.step_metrics import OptimizerClock, StageClock, StepMetrics
+
+REWARD = {"critic/rewards/mean": 2.0, "reward/overall": 2.0}
 
 
 def alone(**more):
@@ -139,8 +139,6 @@ def test_names_of_verl():
 
 
 class Tracker(integration_utils.TensorBoardCallback):
-    """Keeps what it would write, as the trackers of transformers name it."""
-
     __module__ = integration_utils.__name__
 
     def __init__(self):
@@ -148,9 +146,6 @@ class Tracker(integration_utils.TensorBoardCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.written.append(integration_utils.rewrite_logs(logs))
-
-
-REWARD = {"critic/rewards/mean": 2.0, "reward/overall": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""The trainer in Python takes the folder, the rows and the names of rewards that the command line takes."""
-
 import socket
 from base64 import b64encode
 from functools import partial
@@ -27,12 +25,9 @@ def questions(question_files):
 
 def test_a_folder_and_questions_train(model_folder, questions, tmp_path, caplog):
     trainer = DAPOTrainer(
-        model=str(model_folder),
-        reward_funcs=["accuracy", "vgr_trl.rewards:think_format_reward", "length"],
-        args=config(tmp_path),
-        train_dataset=questions,
-        eval_dataset={"all": questions.select(range(2))},
-    )
+        model=str(model_folder), reward_funcs=["accuracy", "vgr_trl.rewards:think_format_reward", "length"],
+        args=config(tmp_path), train_dataset=questions, eval_dataset={"all": questions.select(range(2))},
+    )  # fmt: skip
     names = ["accuracy_reward", "think_format_reward", "soft_overlong_punishment_reward"]
     assert trainer.reward_func_names == names
     assert [message["role"] for message in trainer.train_dataset[0]["prompt"]] == ["system", "user"]

@@ -12,7 +12,6 @@ from vgr_trl.validate.options import check_head
 
 
 def run_with_trl(folder, release, code, **variables):
-    """A new process for which the installed TRL is this release."""
     (folder / f"trl-{release}.dist-info").mkdir()
     (folder / f"trl-{release}.dist-info" / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: trl\nVersion: {release}\n"
@@ -41,12 +40,10 @@ def test_a_newer_release_can_be_tried_with_one_warning(tmp_path):
 @pytest.mark.parametrize(
     ("release", "device", "kernel", "is_told"),
     [
-        ("1.15.0", "cpu", None, True),
-        ("1.15.0", "cuda", "trl.kernels.chunked_logprob", False),
-        ("1.15.0", "cpu", "support.trl_head", False),
-        ("1.16.0", "cpu", "trl.kernels.chunked_logprob", False),
+        ("1.15.0", "cpu", None, True), ("1.15.0", "cuda", "trl.kernels.chunked_logprob", False),
+        ("1.15.0", "cpu", "support.trl_head", False), ("1.16.0", "cpu", "trl.kernels.chunked_logprob", False),
     ],
-)
+)  # fmt: skip
 def test_a_head_that_needs_a_gpu_is_told_where_there_is_none(monkeypatch, release, device, kernel, is_told):
     function = None if kernel is None else type("Function", (), {"__module__": kernel})
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", function)

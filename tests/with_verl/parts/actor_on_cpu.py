@@ -25,7 +25,6 @@ from vgr_trl.integrations.verl.signals import build_actor_context
 
 
 def trainer(estimator="grpo", **given):
-    """`SignalTrainer` without EasyR1's start, which needs Ray."""
     made = object.__new__(hooks.SignalTrainer)
     made.preset, made.options = hooks.read_options(given, estimator)
     made.config = OmegaConf.create({"algorithm": {"online_filtering": False}})
@@ -34,8 +33,6 @@ def trainer(estimator="grpo", **given):
 
 
 def replace_flash_attn(monkeypatch):
-    """Functions of flash-attn that only move tokens, in plain torch."""
-
     def unpad_input(hidden, mask):
         indices = mask.flatten().nonzero().flatten()
         return hidden.flatten(0, 1)[indices], indices, None, None

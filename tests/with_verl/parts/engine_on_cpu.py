@@ -54,12 +54,9 @@ qwen2_vl.fa_peft_integration_check = lambda query, key, value, **kwargs: (query,
 
 def build(folder: Path, packed: bool) -> SignalEngine:
     model_config = HFModelConfig(
-        path=str(folder),
-        load_tokenizer=False,
-        override_config={"attn_implementation": "sdpa"},
-        enable_gradient_checkpointing=False,
-        use_remove_padding=packed,
-    )
+        path=str(folder), load_tokenizer=False, override_config={"attn_implementation": "sdpa"},
+        enable_gradient_checkpointing=False, use_remove_padding=packed,
+    )  # fmt: skip
     engine = SignalEngine(
         model_config,
         FSDPEngineConfig(

@@ -9,7 +9,6 @@ PYTHON = '[ "$1" = -c ] && { [[ $2 = *r.__file__* ]] && echo rewards.py; exit; }
 
 
 def overrides(script, folder):
-    """The module that Python would run, and its overrides."""
     (folder / "python3").write_text(f"#!/bin/bash\n{PYTHON}\n")
     (folder / "python3").chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "DEVICE": "gpu"}

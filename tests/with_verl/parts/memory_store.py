@@ -12,8 +12,6 @@ from vgr_trl.integrations.verl.inside_verl import plugin as ours
 
 
 class Store(dict):
-    """`kv_batch_put` and `kv_batch_get` of TransferQueue, for one partition."""
-
     def __init__(self, keys):
         super().__init__()
         self.meta = KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * len(keys))
@@ -47,7 +45,6 @@ def configuration(adv_estimator="vgr_token_weights", loss_mode="vanilla", **give
 
 
 def trainer(config, step=7, processor=None, **workers):
-    """`SignalTrainer` without verl's start, which needs Ray; `workers`: what its worker group does."""
     made = object.__new__(ours.SignalTrainer)
     made.config = config
     made.signal_options = ours.read_options(config)

@@ -17,7 +17,6 @@ WANTED = {
 
 
 def expected_of(folder, options):
-    """What `DAPOTrainer` makes of the rollout."""
     launch(Path(__file__).with_name("trl_step.py"), folder, json.dumps(options), processes=1)
     return torch.load(folder / "trl.pt")
 

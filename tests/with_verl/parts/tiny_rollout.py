@@ -25,7 +25,6 @@ def tiny_model():
 
 
 def chats(prompts):
-    """A question about an image each."""
     texts = ["what colour is this", "which of them do you see here"] * (prompts // 2)
     return [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}] for text in texts]
 
