@@ -85,13 +85,15 @@ class UpdateMemory:
         self._needed = self._before = 0
         self._seen = (0, 0)  # positions of the largest pass that has been measured
         self._largest = (0, 0)  # of this update
-        self._in_update = self._is_measured = False
+        self._in_update = False
 
     def begin_pass(self) -> None:
         """Limit the passes of an update in its first micro-batch, the same on all processes."""
         if self._in_update:
             return
-        self._in_update, self._is_measured, self._largest = True, False, (0, 0)
+        self._in_update, self._largest = True, (0, 0)
+        self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))
+        torch.cuda.reset_peak_memory_stats(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
         room = free + torch.cuda.memory_reserved(self._device) - self._before
@@ -106,17 +108,13 @@ class UpdateMemory:
             passes: computed and attended positions of each pass of this process.
         """
         self._largest = max(self._largest, *passes)
-        if not self._is_measured:
-            self._is_measured = True
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))
-            torch.cuda.reset_peak_memory_stats(self._device)
 
     def end_update(self) -> None:
-        """Record the peak memory of the update above the memory allocated before it."""
-        if self._is_measured:
+        """Record the peak memory of a measured update above the memory allocated before it."""
+        if any(self._largest):
             self._needed = max(self._needed, torch.cuda.max_memory_allocated(self._device) - self._before)
             self._seen = max(self._seen, self._largest)
-        self._in_update = self._is_measured = False
+        self._in_update = False
 
 
 def growth_that_fits(room: int, total: int, needed: int) -> float:
