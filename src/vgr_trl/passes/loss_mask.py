@@ -206,17 +206,12 @@ def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> It
     forward: Callable[..., Any] = causal.forward
 
     @wraps(forward)
-    def chosen(
-        *args: Any,
-        fused_lm_head: bool = False,
-        labels: torch.Tensor | None = None,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        next_tokens = labels[:, 1:] if shift_labels is None and labels is not None else shift_labels  # (N, S)
-        if torch.compiler.is_compiling() or not fused_lm_head or next_tokens is None:
-            given = {"fused_lm_head": fused_lm_head or None, "labels": labels, "shift_labels": shift_labels}
-            return forward(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        labels, next_tokens = kwargs.get("labels"), kwargs.get("shift_labels")  # (N, S + 1), (N, S)
+        if next_tokens is None and labels is not None:
+            next_tokens = labels[:, 1:]
+        if torch.compiler.is_compiling() or not kwargs.get("fused_lm_head") or next_tokens is None:
+            return forward(*args, **kwargs)
         scored = next_tokens != -100
         if wanted is not None:
             scored[:, : -wanted.size(1)] = False
@@ -227,7 +222,7 @@ def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> It
             return hidden[:, : scored.size(1)][scored.to(hidden.device)].unsqueeze(0)
 
         with replace_hidden_states(base, select_emitting):
-            outputs = forward(*args, fused_lm_head=True, shift_labels=next_tokens[scored].unsqueeze(0), **kwargs)
+            outputs = forward(*args, **kwargs | {"labels": None, "shift_labels": next_tokens[scored].unsqueeze(0)})
         for name in ("log_probs", "entropy"):
             if (value := getattr(outputs, name)) is not None:
                 every = value.new_zeros(scored.shape)
