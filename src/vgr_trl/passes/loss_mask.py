@@ -17,6 +17,7 @@ from vgr_trl.patching import patched_method
 from vgr_trl.pixels import IMAGE_INPUTS, on_device
 from vgr_trl.rows import take_images, valid_tokens
 from vgr_trl.run_facts import Features
+from vgr_trl.sharing.lending import sort_by_group
 from vgr_trl.sharing.model_support import replace_hidden_states
 from vgr_trl.sharing.prefix_split import PER_TOKEN, is_image_token
 
@@ -149,12 +150,8 @@ def group_by_length(order: Sequence[int], groups: Sequence[int], lengths: Sequen
     """
     arranged: list[int] = []
     for start in range(0, len(order), window):
-        rows = order[start : start + window]
-        longest: dict[int, int] = {}  # in order of first appearance
-        for row in rows:
-            longest[groups[row]] = max(longest.get(groups[row], 0), lengths[row])
-        places = {group: place for place, group in enumerate(sorted(longest, key=lambda group: -longest[group]))}
-        arranged += sorted(rows, key=lambda row: (places[groups[row]], -lengths[row]))
+        rows = sort_by_group(order[start : start + window], groups)
+        arranged += sort_by_group(sorted(rows, key=lambda row: -lengths[row]), groups)
     return arranged
 
 

@@ -328,9 +328,8 @@ def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int
         permutation: (N,) rows.
         groups: (N,) number of the group of each row.
     """
-    position: dict[int, int] = {}
-    for row in permutation:
-        position.setdefault(groups[row], len(position))
+    found = dict.fromkeys(groups[row] for row in permutation)
+    position = {group: place for place, group in enumerate(found)}
     return sorted(permutation, key=lambda row: position[groups[row]])
 
 
