@@ -105,6 +105,24 @@ def on_device(numbers: Sequence[int], device: torch.device | str) -> torch.Tenso
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
+def take_entries(columns: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """Take some entries of each tensor and list; numbers, texts and None stay. Consecutive entries are not copied.
+
+    Args:
+        columns: by name.
+        rows: numbers of the entries, at least one.
+    """
+    block = slice(rows[0], rows[0] + len(rows))
+    consecutive = list(rows) == list(range(block.start, block.stop))
+    taken = dict(columns)
+    for name, value in columns.items():
+        if isinstance(value, torch.Tensor) and value.ndim > 0:
+            taken[name] = value[block if consecutive else on_device(rows, value.device)]
+        elif isinstance(value, list | tuple):
+            taken[name] = [value[row] for row in rows]
+    return taken
+
+
 def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
     """Return the layout of pixel inputs.
 

@@ -1,7 +1,7 @@
 """Rows of a TRL batch: take, trim, join and place them on processes; build the arguments of scoring from them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,7 @@ from vgr_trl.pixels import (
     parts_by_counts,
     split_images,
     stack_images,
+    take_entries,
     tiles_by_tokens,
 )
 
@@ -117,14 +118,8 @@ class Rows:
 
     def take(self, indices: Sequence[int]) -> "Rows":
         """Return the rows with these numbers, in this order; consecutive rows are not copied."""
-        first, last = indices[0], indices[0] + len(indices)
-        rows = slice(first, last) if list(indices) == list(range(first, last)) else list(indices)
-        columns = {
-            name: value[rows] if isinstance(value, torch.Tensor) else [value[index] for index in indices]
-            for name, value in self.columns.items()
-        }
         images = [self.images[index] for index in indices]
-        return Rows(self.prompt_length, self.completion_length, columns, images, self.one_per_row)
+        return replace(self, columns=take_entries(self.columns, indices), images=images)
 
     def trim(self, prompt_length: int, completion_length: int) -> "Rows":
         """Trim the rows to the last `prompt_length` and the first `completion_length` tokens."""
@@ -144,7 +139,7 @@ class Rows:
             for name, value in self.columns.items()
         }
         images = map_shared_tensors(self.images, lambda value: clone_to(value, "cpu"), fingerprint)
-        return Rows(self.prompt_length, self.completion_length, columns, images, self.one_per_row)
+        return replace(self, columns=columns, images=images)
 
     def into_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Build a batch of TRL from these rows and the batch-level entries of `batch`, in its order."""
@@ -397,36 +392,17 @@ def take_scoring_rows(inputs: Mapping[str, Any], rows: range) -> dict[str, Any]:
 def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     """Take rows of a micro-batch of TRL, or of the arguments of a scoring pass; batch-level entries are kept.
 
+    Rows without an image get no pixel inputs.
+
     Raises:
         DataError: pixel inputs cannot be assigned to rows.
     """
-    part, index = dict(batch), slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
-    for name, value in batch.items():
-        if isinstance(value, list | tuple):
-            part[name] = [value[row] for row in rows]
-        elif isinstance(value, torch.Tensor) and value.ndim > 0 and name not in IMAGE_INPUTS:
-            part[name] = value[index]
     ids = batch["prompt_ids"] if "prompt_ids" in batch else batch["input_ids"]
-    return take_images(rows, {**batch, PERTURBED: None}, part, len(ids))
-
-
-def take_images(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, Any], count: int) -> dict[str, Any]:
-    """Add the image inputs of some rows to `part`; none if the rows have no images.
-
-    Args:
-        rows: numbers of the rows.
-        batch: the batch, with its image inputs.
-        part: the other columns of the rows.
-        count: rows of the batch.
-
-    Raises:
-        DataError: pixel inputs cannot be assigned to rows.
-    """
-    part = {name: value for name, value in part.items() if name not in IMAGE_INPUTS}
-    counts = [name for name in ("num_images", "num_tiles") if batch.get(name) is not None]
-    part |= {name: [batch[name][row] for row in rows] for name in counts}
-    if batch.get("pixel_values") is not None and any(part.get("num_images", [1])):
-        images, one_per_row = split_images(batch, count)
+    part = take_entries({name: value for name, value in batch.items() if name not in IMAGE_INPUTS}, rows)
+    if list(rows) == list(range(len(ids))):
+        return part | image_inputs_of(batch)
+    if batch.get("pixel_values") is not None and any(part.get("num_images") or [1]):
+        images, one_per_row = split_images({**batch, PERTURBED: None}, len(ids))
         part |= stack_images([images[row] for row in rows], one_per_row)
     return part
 

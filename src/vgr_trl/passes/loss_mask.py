@@ -15,7 +15,7 @@ from torch import Tensor
 from vgr_trl.errors import DataError
 from vgr_trl.patching import patched_method
 from vgr_trl.pixels import IMAGE_INPUTS, on_device
-from vgr_trl.rows import take_images, valid_tokens
+from vgr_trl.rows import take_rows, valid_tokens
 from vgr_trl.run_facts import Features
 from vgr_trl.sharing.lending import sort_by_group
 from vgr_trl.sharing.model_support import replace_hidden_states
@@ -247,20 +247,16 @@ def trim_inputs(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tens
     ids = inputs["input_ids"]  # (N, P + T)
     start = ids.size(1) - inputs["logits_to_keep"] - window.prompt
     columns = slice(start, start + window.prompt + window.completion)
-    part = dict(inputs) | {"logits_to_keep": window.completion}
-    every = len(window.rows) == len(ids)
-    rows = slice(None) if every else on_device(window.rows, ids.device)
+    kept = {name: value for name, value in inputs.items() if window.images or name not in _OF_IMAGES}
+    part = take_rows(kept, window.rows) | {"logits_to_keep": window.completion}
     for name in PER_TOKEN:
-        if inputs.get(name) is not None:
-            part[name] = inputs[name][rows, columns]
+        if part.get(name) is not None:
+            part[name] = part[name][:, columns]
     if loss_mask is not None:
+        rows = on_device(window.rows, loss_mask.device)
         read = loss_mask[rows, : window.completion].flip(1).cumsum(1).flip(1) > 0  # (rows, columns)
         part["attention_mask"] = part["attention_mask"] * torch.nn.functional.pad(read, (window.prompt, 0), value=True)
-    if not window.images:
-        return {name: value for name, value in part.items() if name not in _OF_IMAGES}
-    if every:
-        return part
-    return take_images(window.rows, inputs, part, len(ids))
+    return part
 
 
 def scatter_back(values: torch.Tensor, window: Window, loss_mask: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch.distributed import is_initialized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vgr_trl.errors import VGRError
-from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
+from vgr_trl.pixels import IMAGE_INPUTS, clone_to, take_entries
 from vgr_trl.sharing.exactness import why_padding_counts
 from vgr_trl.sharing.model_support import distributed_type, has_rope_deltas, has_sharded_parameters
 from vgr_trl.sharing.prefix_cache import StoredKeys, WrittenPrefix
@@ -357,15 +357,7 @@ def shuffle_whole_groups(
         groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _select_prompt_pixels(batch, is_image))
     batch[PROMPT_GROUP] = groups
     order = arrange(torch.randperm(len(groups)).tolist(), groups)
-
-    def reordered(value: Any) -> Any:
-        if value is None or (isinstance(value, Tensor) and value.ndim == 0):
-            return value
-        if isinstance(value, Tensor):
-            return value[on_device(order, value.device)]
-        return [value[row] for row in order]
-
-    return {key: reordered(value) for key, value in batch.items()}
+    return take_entries(batch, order)
 
 
 def _select_prompt_pixels(batch: Mapping[str, Any], is_image: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
