@@ -45,49 +45,23 @@ class Extent(NamedTuple):
     prompt: int
     completion: int
     runs: bool
-
-
-def find_loss_mask(advantages: torch.Tensor, mask: torch.Tensor, *, rows: bool, tokens: bool) -> torch.Tensor:
-    """Return the tokens whose log-probabilities the loss reads, (N, T) bool.
-
-    Args:
-        advantages: (N,) or (N, T).
-        mask: (N, T), tokens that count in the loss.
-        rows: whether rows without an advantage are left out.
-        tokens: whether tokens without an advantage are left out.
-    """
-    valid = mask.bool()
-    credited = valid & (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)).ne(0)  # (N, T)
-    if tokens:
-        return credited
-    return valid & credited.any(1, keepdim=True) if rows else valid
+    group: int = 0
 
 
 def find_window(
-    loss_mask: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    num_images: Sequence[int] | None = None,
-    *,
-    rows: bool,
-    padding: bool,
-    multiple: int | None = None,
-    read: torch.Tensor | None = None,
+    extents: Sequence[Extent], width: tuple[int, int], multiple: int | None, num_images: Sequence[int] | None = None
 ) -> Window:
-    """Return the smallest window with all tokens with loss.
+    """Return the smallest window that holds the extents of all rows that run.
 
-    Without any it is one row and one column: every process makes a pass, in which all parameters take part. For the
+    If no row runs it is one row and one column: every process makes a pass, in which all parameters take part. For the
     same reason a row with an image stays if there was one.
 
     Args:
-        loss_mask: (N, T) bool.
-        prompt_mask: (N, P), padded on the left.
-        num_images: images of each row; None: there are none, or none has to run.
-        rows: whether rows without loss are left out.
-        padding: whether columns without loss are left out.
+        extents: (N,) columns computed per row.
+        width: of the batch, P and T.
         multiple: the columns of prompts and of completions are multiples of it, unless the batch has fewer.
-        read: (N, T) bool, tokens that rows with loss have to run beside; None: `loss_mask`.
+        num_images: images of each row; None: there are none, or none has to run.
     """
-    extents = find_extents(loss_mask, prompt_mask, rows=rows, padding=padding, read=read)
     kept = [row for row, extent in enumerate(extents) if extent.runs]
     candidates = [row for row, count in enumerate(num_images or ()) if count > 0] or range(len(extents))
     if not set(kept).intersection(candidates):
@@ -95,8 +69,8 @@ def find_window(
     prompt, completion = (max(columns) for columns in zip(*(extents[row][:2] for row in kept), strict=True))
     return Window(
         kept,
-        _up_to_multiple(prompt, multiple, prompt_mask.size(1)),
-        _up_to_multiple(max(completion, 1), multiple, loss_mask.size(1)),
+        _up_to_multiple(prompt, multiple, width[0]),
+        _up_to_multiple(max(completion, 1), multiple, width[1]),
     )
 
 
@@ -116,19 +90,16 @@ def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = No
     return Window(rows[:1], before, behind, images=False) if rows else None
 
 
-def find_extents(
-    loss_mask: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool, read: torch.Tensor | None = None
-) -> list[Extent]:
-    """Return the columns computed per row.
+def find_extents(read: torch.Tensor, prompt_mask: torch.Tensor, runs: Sequence[bool]) -> list[Extent]:
+    """Return the columns computed per row, without padding before prompts and behind the last token to read.
 
     Args:
-        loss_mask, prompt_mask, rows, padding, read: as for `find_window`.
+        read: (N, T) bool, tokens of completions that have to run.
+        prompt_mask: (N, P), padded on the left.
+        runs: (N,) whether the row runs.
     """
-    runs = (loss_mask.any(1) | (not rows)).tolist()
-    if not padding:
-        return [Extent(prompt_mask.size(1), loss_mask.size(1), ran) for ran in runs]
-    columns = torch.arange(1, loss_mask.size(1) + 1, device=loss_mask.device)
-    completions = ((loss_mask if read is None else read) * columns).amax(1).tolist()  # (N,)
+    columns = torch.arange(1, read.size(1) + 1, device=read.device)
+    completions = (read * columns).amax(1).tolist()  # (N,)
     prompts = (prompt_mask.size(1) - prompt_mask.int().argmax(1)).tolist()  # (N,)
     return [Extent(*of_row) for of_row in zip(prompts, completions, runs, strict=True)]
 
@@ -298,12 +269,22 @@ class Skipping:
 
     def loss_mask(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the tokens of a training batch whose log-probabilities the loss reads, (N, T) bool."""
-        tokens = self.features.skip_zero_advantage_tokens.enabled
-        return find_loss_mask(batch["advantages"], valid_tokens(batch), rows=self.rows, tokens=tokens)
+        advantages, valid = batch["advantages"], valid_tokens(batch).bool()
+        credited: Tensor = valid & (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)).ne(0)  # (N, T)
+        if self.features.skip_zero_advantage_tokens.enabled:
+            return credited
+        return valid & credited.any(1, keepdim=True) if self.rows else valid
 
     def extents(self, batch: Mapping[str, Any]) -> list[Extent]:
         """Return the columns that each row of a training batch computes."""
-        return find_extents(self.loss_mask(batch), batch["prompt_mask"], rows=self.rows, padding=self.padding)
+        loss_mask = self.loss_mask(batch)
+        return self._extents(loss_mask, batch["prompt_mask"], loss_mask)
+
+    def _extents(self, loss_mask: Tensor, prompt_mask: Tensor, read: Tensor) -> list[Extent]:
+        runs = (loss_mask.any(1) | (not self.rows)).tolist()
+        if self.padding:
+            return find_extents(read, prompt_mask, runs)
+        return [Extent(prompt_mask.size(1), read.size(1), ran) for ran in runs]
 
     def runs_images(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the images of a micro-batch run even if no row has loss."""
@@ -325,15 +306,11 @@ class Skipping:
         cut, window = read if self.padding else None, None
         if self.rows and self.padding and not self.runs_images(inputs) and not loss_mask.any():
             window = find_text(is_image_token(inputs["input_ids"], config), length, self.multiple)
-        window = window or find_window(
-            loss_mask,
-            inputs["attention_mask"][:, :-length],
-            inputs.get("num_images") if self.runs_images(inputs) else None,
-            rows=self.rows,
-            padding=self.padding,
-            multiple=self.multiple,
-            read=read,
-        )
+        if window is None:
+            prompt_mask = inputs["attention_mask"][:, :-length]
+            extents, num_images = self._extents(loss_mask, prompt_mask, read), inputs.get("num_images")
+            num_images = num_images if self.runs_images(inputs) else None
+            window = find_window(extents, (prompt_mask.size(1), length), self.multiple, num_images)
         try:
             return trim_inputs(inputs, window, cut), window
         except DataError:  # the pixels of a row are not known, so that every row stays
