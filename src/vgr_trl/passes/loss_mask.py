@@ -40,7 +40,7 @@ class Window:
 
 
 class Extent(NamedTuple):
-    """Columns of a row's prompt and completion that run, and whether the row runs."""
+    """Columns of a row's prompt and completion that run, whether the row runs, and the number of its prompt."""
 
     prompt: int
     completion: int
@@ -126,38 +126,35 @@ def group_by_length(order: Sequence[int], groups: Sequence[int], lengths: Sequen
     return arranged
 
 
-def pack_rows(count: int, load: Callable[[Sequence[int]], float], most: float) -> list[list[int]]:
-    """Cut rows, in order, into parts whose load is within a limit; a part has one row at least.
+def pack_rows(count: int, load: Callable[[Sequence[int]], float]) -> list[list[int]]:
+    """Cut rows, in order, into parts whose load is at most 1; a part has one row at least.
 
     Args:
         count: N.
-        load: returns the load of a pass over some rows, such as the tokens that it computes.
-        most: limit of the load.
+        load: returns the load of a pass over some rows, a share of what the pass may compute.
     """
     parts: list[list[int]] = [[0]]
     for row in range(1, count):
         wider = [*parts[-1], row]
-        if load(wider) > max(most, load(parts[-1])):
+        if load(wider) > max(1, load(parts[-1])):
             parts.append([row])
         else:
             parts[-1] = wider
     return parts
 
 
-def count_tokens(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[int] | None) -> int:
-    """Count the tokens that a pass over some rows computes, padding included; skipped rows cost nothing.
+def count_positions(extents: Sequence[Extent]) -> tuple[int, int]:
+    """Count the positions that a pass over some rows computes, padding included; skipped rows cost nothing.
 
-    Prompts are as wide as the longest and computed once per group; completions are as wide as the longest.
+    Prompts are as wide as the longest, and so are completions.
 
-    Args:
-        rows: numbers of the rows.
-        extents: (N,) columns computed per row.
-        groups: (N,) number of the prompt of each row; None: every row computes its own.
+    Returns:
+        The positions with the prompt of a group computed once, and with the prompt of every row computed.
     """
-    running = [row for row in rows if extents[row].runs]
-    prompts = len(running) if groups is None else len({groups[row] for row in running})
-    longest = max((extents[row].prompt for row in running), default=0)
-    return prompts * longest + len(running) * max((extents[row].completion for row in running), default=0)
+    running = [extent for extent in extents if extent.runs]
+    longest = max((extent.prompt for extent in running), default=0)
+    completions = len(running) * max((extent.completion for extent in running), default=0)
+    return len({extent.group for extent in running}) * longest + completions, len(running) * longest + completions
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vgr_trl.config import PER_WINDOW
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.passes.loss_mask import Extent, count_tokens, group_by_length, pack_rows
+from vgr_trl.passes.loss_mask import Extent, count_positions, group_by_length, pack_rows
 from vgr_trl.patching import patched_attribute
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens
@@ -232,27 +232,20 @@ def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[lis
         memory.begin_pass()
     shares = trainer.features.share_training.enabled
     groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
-    mine = [
-        [extent.prompt, extent.completion, extent.runs, group]
-        for extent, group in zip(trainer.passes.skipping.extents(inputs), groups, strict=True)
-    ]
-    of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device)).view(-1, count, 4).tolist()
-    processes = [([Extent(*row[:3]) for row in rows], [row[3] for row in rows]) for rows in of_all]
-
-    def count_positions(rows: Sequence[int], process: int) -> tuple[int, int]:
-        extents, prompts = processes[process]
-        return count_tokens(rows, extents, prompts), count_tokens(rows, extents, None)
+    extents = zip(trainer.passes.skipping.extents(inputs), groups, strict=True)
+    mine = torch.tensor([extent._replace(group=group) for extent, group in extents], device=accelerator.device)
+    of_all = [[Extent(*row) for row in rows] for rows in accelerator.gather(mine).view(-1, count, 4).tolist()]
 
     def load(rows: Sequence[int]) -> float:
-        computed, attended = map(
-            max, zip(*(count_positions(rows, each) for each in range(len(processes))), strict=True)
-        )
+        positions = [count_positions([extents[row] for row in rows]) for extents in of_all]
+        computed, attended = map(max, zip(*positions, strict=True))
         share = 0.0 if budget is None else computed / budget
         return max(share, float(limits.load(len(rows), computed, attended)))
 
-    parts = pack_rows(count, load, 1)
+    parts = pack_rows(count, load)
     if memory is not None and len(parts) > 1:
-        memory.measure([count_positions(rows, accelerator.process_index) for rows in parts])
+        own = of_all[accelerator.process_index]
+        memory.measure([count_positions([own[row] for row in rows]) for rows in parts])
     return parts
 
 
