@@ -329,12 +329,13 @@ def map_shared_tensors(
 ) -> list[Images]:
     """Change the image inputs of rows; tensors of the same key, by default one tensor, become one tensor."""
     changed: dict[Hashable, Any] = {}
-    keys = [{name: key(value) for name, value in row.items()} for row in rows]
-    for row, of_row in zip(rows, keys, strict=True):
-        for name, value in row.items():
-            if of_row[name] not in changed:
-                changed[of_row[name]] = change(value)
-    return [{name: changed[one] for name, one in of_row.items()} for of_row in keys]
+
+    def change_once(value: Any) -> Any:
+        if (known := key(value)) not in changed:
+            changed[known] = change(value)
+        return changed[known]
+
+    return [{name: change_once(value) for name, value in row.items()} for row in rows]
 
 
 def fingerprint(value: torch.Tensor) -> Hashable:

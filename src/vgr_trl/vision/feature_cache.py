@@ -253,10 +253,8 @@ def _make_keys(images: Any) -> list[Hashable] | None:
     flat = {id(image): image for row in images for image in row}
     if not flat or not all(isinstance(image, Image.Image) and image.palette is None for image in flat.values()):
         return None
-    known = {number: _make_key(image) for number, image in flat.items()}
+    known: dict[int, Hashable] = {}
+    for number, image in flat.items():
+        transparency = str(image.info.get("transparency"))
+        known[number] = image.mode, image.size, transparency, xxhash.xxh3_128_digest(image.tobytes())
     return [tuple(known[id(image)] for image in row) for row in images]
-
-
-def _make_key(image: Image.Image) -> Hashable:
-    transparency = str(image.info.get("transparency"))
-    return image.mode, image.size, transparency, xxhash.xxh3_128_digest(image.tobytes())
