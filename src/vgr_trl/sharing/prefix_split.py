@@ -201,15 +201,11 @@ def _find_best_start(ids: Tensor, mask: Tensor, is_image: Tensor, pixels: Sequen
     require(earliest <= ids.size(1), "a row without a token behind its padding and images")
     seen = mask.bool().all(0).long()  # (S,): columns that are padding in no row
     latest = earliest - 2 + int(seen[earliest - 1 :].cumprod(0).sum())
-    row, earlier = torch.tril_indices(len(ids), len(ids), -1, device=ids.device)  # (pairs,) each
-    differs = (ids[row] != ids[earlier]) | (mask[row] != mask[earlier])  # (pairs, S)
-    common = torch.where(differs.any(-1), differs.int().argmax(-1), ids.size(1)).tolist()
-    alike = find_groups(ids[:, :0], pixels=pixels)
-    pairs = [(row, earlier) for row in range(len(ids)) for earlier in range(row)]
-    shared = [0] * len(ids)  # columns that a row has in common with some earlier row
-    for (number, other), same in zip(pairs, common, strict=True):
-        if alike[number] == alike[other]:
-            shared[number] = max(shared[number], min(same, latest))
+    groups = on_device(find_groups(ids[:, :0], pixels=pixels), ids.device)
+    differs = (ids.unsqueeze(1) != ids) | (mask.unsqueeze(1) != mask)  # (N, N, S)
+    common = torch.where(differs.any(-1), differs.byte().argmax(-1), ids.size(1)).clamp(max=latest)
+    is_earlier = (groups.unsqueeze(1) == groups).tril(-1)  # (N, N), among rows with the same pixels
+    shared: list[int] = (common * is_earlier).amax(1).tolist()  # columns that a row has in common with some earlier row
     splits = {split for split in shared if split >= earliest}
     require(splits, "no prompt occurs twice")
     return max(splits, key=lambda split: split * sum(other >= split for other in shared))
