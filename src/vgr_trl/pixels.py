@@ -238,15 +238,12 @@ def number_images(given: ImageInputs, num_images: Sequence[int], is_image: torch
     Returns:
         (N, S) int64, from 1; 0 for other tokens and unknown images.
     """
-    numbers = torch.zeros_like(is_image, dtype=torch.int64)
-    if not given or not num_images:
-        return numbers
+    numbers, count = torch.zeros_like(is_image, dtype=torch.int64), sum(num_images)
+    sizes: list[int] = []
     if "image_grid_thw" in given:
         sizes = given["image_grid_thw"].prod(-1).tolist()
-    elif find_layout(given, sum(num_images)) is EQUAL_TILES and len(given["pixel_values"]) == sum(num_images):
-        sizes = [1] * sum(num_images)
-    else:
-        return numbers
+    elif given and count and find_layout(given, count) is EQUAL_TILES and len(given["pixel_values"]) == count:
+        sizes = [1] * count
     for row, images in enumerate(_make_slices(num_images)):
         tokens, worth = int(is_image[row].sum()), sum(sizes[images])
         if worth and not any(tokens * size % worth for size in sizes[images]):
@@ -342,11 +339,6 @@ def fingerprint(value: torch.Tensor) -> Hashable:
     """Return a hashable key of a tensor: dtype, shape and a hash of its content."""
     data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return value.dtype, value.shape, xxhash.xxh3_128_digest(data)
-
-
-def clone_to(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a copy of a tensor on a device, without the storage of which the tensor is a view."""
-    return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())
 
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
