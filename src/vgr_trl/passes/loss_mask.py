@@ -3,8 +3,8 @@
 `Skipping` decides which rows, columns and images of a training pass run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, NamedTuple
@@ -157,8 +157,7 @@ def count_positions(extents: Sequence[Extent]) -> tuple[int, int]:
     return len({extent.group for extent in running}) * longest + completions, len(running) * longest + completions
 
 
-@contextmanager
-def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator[None]:
+def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> AbstractContextManager[None]:
     """Restrict TRL's fused head to the wanted tokens; others get log-probability and entropy 0, and no gradient.
 
     TRL skips positions without a label only where it has Triton, and cannot skip others.
@@ -194,8 +193,7 @@ def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> It
                 setattr(outputs, name, every.masked_scatter(scored.to(value.device), value))
         return outputs
 
-    with patched_method(causal, "forward", chosen):
-        yield
+    return patched_method(causal, "forward", chosen)
 
 
 _OF_IMAGES = {*IMAGE_INPUTS, "num_images", "num_tiles"}
