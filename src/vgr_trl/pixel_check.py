@@ -18,7 +18,6 @@ from vgr_trl.views.perturbed_pass import inputs_with_images, inputs_with_other_i
 
 logger = logging.get_logger(__name__)
 UNCHANGED = 1e-5  # nats; smaller changes of all log-probabilities are rounding errors
-_REMEDY = "or set check_pixels to False to train anyway"
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,8 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
     if use.tokens and use.largest < UNCHANGED:
         raise DataError(
             f"The log-probabilities of {use.tokens} tokens do not change with a blank image, so the model does not "
-            f"use its images: check that it reads pixel_values and that the processor passes them on, {_REMEDY}."
+            "use its images: check that it reads pixel_values and that the processor passes them on, or set "
+            "check_pixels to False to train anyway."
         )
     if accelerator.is_main_process:
         logger.warning(use.describe())

@@ -105,6 +105,24 @@ def on_device(numbers: Sequence[int], device: torch.device | str) -> torch.Tenso
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
+def take_entries(columns: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """Take some entries of each tensor and list; numbers, texts and None stay. Consecutive entries are not copied.
+
+    Args:
+        columns: by name.
+        rows: numbers of the entries, at least one.
+    """
+    block = slice(rows[0], rows[0] + len(rows))
+    consecutive = list(rows) == list(range(block.start, block.stop))
+    taken = dict(columns)
+    for name, value in columns.items():
+        if isinstance(value, torch.Tensor) and value.ndim > 0:
+            taken[name] = value[block if consecutive else on_device(rows, value.device)]
+        elif isinstance(value, list | tuple):
+            taken[name] = [value[row] for row in rows]
+    return taken
+
+
 def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
     """Return the layout of pixel inputs.
 
@@ -220,15 +238,12 @@ def number_images(given: ImageInputs, num_images: Sequence[int], is_image: torch
     Returns:
         (N, S) int64, from 1; 0 for other tokens and unknown images.
     """
-    numbers = torch.zeros_like(is_image, dtype=torch.int64)
-    if not given or not num_images:
-        return numbers
+    numbers, count = torch.zeros_like(is_image, dtype=torch.int64), sum(num_images)
+    sizes: list[int] = []
     if "image_grid_thw" in given:
         sizes = given["image_grid_thw"].prod(-1).tolist()
-    elif find_layout(given, sum(num_images)) is EQUAL_TILES and len(given["pixel_values"]) == sum(num_images):
-        sizes = [1] * sum(num_images)
-    else:
-        return numbers
+    elif given and count and find_layout(given, count) is EQUAL_TILES and len(given["pixel_values"]) == count:
+        sizes = [1] * count
     for row, images in enumerate(_make_slices(num_images)):
         tokens, worth = int(is_image[row].sum()), sum(sizes[images])
         if worth and not any(tokens * size % worth for size in sizes[images]):
@@ -311,23 +326,19 @@ def map_shared_tensors(
 ) -> list[Images]:
     """Change the image inputs of rows; tensors of the same key, by default one tensor, become one tensor."""
     changed: dict[Hashable, Any] = {}
-    keys = [{name: key(value) for name, value in row.items()} for row in rows]
-    for row, of_row in zip(rows, keys, strict=True):
-        for name, value in row.items():
-            if of_row[name] not in changed:
-                changed[of_row[name]] = change(value)
-    return [{name: changed[one] for name, one in of_row.items()} for of_row in keys]
+
+    def change_once(value: Any) -> Any:
+        if (known := key(value)) not in changed:
+            changed[known] = change(value)
+        return changed[known]
+
+    return [{name: change_once(value) for name, value in row.items()} for row in rows]
 
 
 def fingerprint(value: torch.Tensor) -> Hashable:
     """Return a hashable key of a tensor: dtype, shape and a hash of its content."""
     data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
     return value.dtype, value.shape, xxhash.xxh3_128_digest(data)
-
-
-def clone_to(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a copy of a tensor on a device, without the storage of which the tensor is a view."""
-    return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value.detach())
 
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")

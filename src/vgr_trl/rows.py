@@ -1,7 +1,7 @@
 """Rows of a TRL batch: take, trim, join and place them on processes; build the arguments of scoring from them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,6 @@ from vgr_trl.pixels import (
     ROW_INPUTS,
     TOKEN_TYPES,
     Images,
-    clone_to,
     find_layout,
     fingerprint,
     image_inputs_of,
@@ -26,6 +25,7 @@ from vgr_trl.pixels import (
     parts_by_counts,
     split_images,
     stack_images,
+    take_entries,
     tiles_by_tokens,
 )
 
@@ -110,21 +110,13 @@ class Rows:
 
     def width(self, name: str) -> int:
         """Return the width of a column in tokens, 0 if it has no token axis."""
-        along = token_axis(name)
-        if along is None:
-            return 0
-        return (along != "completion") * self.prompt_length + (along != "prompt") * self.completion_length
+        prompt, completion = self.prompt_length, self.completion_length
+        return {None: 0, "prompt": prompt, "completion": completion, "sequence": prompt + completion}[token_axis(name)]
 
     def take(self, indices: Sequence[int]) -> "Rows":
         """Return the rows with these numbers, in this order; consecutive rows are not copied."""
-        first, last = indices[0], indices[0] + len(indices)
-        rows = slice(first, last) if list(indices) == list(range(first, last)) else list(indices)
-        columns = {
-            name: value[rows] if isinstance(value, torch.Tensor) else [value[index] for index in indices]
-            for name, value in self.columns.items()
-        }
         images = [self.images[index] for index in indices]
-        return Rows(self.prompt_length, self.completion_length, columns, images, self.one_per_row)
+        return replace(self, columns=take_entries(self.columns, indices), images=images)
 
     def trim(self, prompt_length: int, completion_length: int) -> "Rows":
         """Trim the rows to the last `prompt_length` and the first `completion_length` tokens."""
@@ -140,11 +132,11 @@ class Rows:
     def stored(self) -> "Rows":
         """Copy the rows to the CPU, equal image inputs once; no batch is kept in memory."""
         columns = {
-            name: clone_to(value, "cpu") if isinstance(value, torch.Tensor) else list(value)
+            name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else list(value)
             for name, value in self.columns.items()
         }
-        images = map_shared_tensors(self.images, lambda value: clone_to(value, "cpu"), fingerprint)
-        return Rows(self.prompt_length, self.completion_length, columns, images, self.one_per_row)
+        images = map_shared_tensors(self.images, lambda value: value.to("cpu", copy=True), fingerprint)
+        return replace(self, columns=columns, images=images)
 
     def into_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Build a batch of TRL from these rows and the batch-level entries of `batch`, in its order."""
@@ -202,7 +194,8 @@ def _pad_column(name: str, parts: Sequence[Rows], joined: Rows, pad_token_id: in
     if len(present) < len(parts) and name not in _MISSING:
         raise _missing_column_error(name)
     if along is None:
-        return [part.columns[name] if name in part.columns else _missing_counts(name, part) for part in parts]
+        # TRL omits `num_tiles` if every image is a single tile.
+        return [part.columns.get(name, part.columns.get("num_images", [0] * len(part))) for part in parts]
     if name == _MAY_BE_SINGLE and all(value.size(-1) == 1 for value in present):
         return present
     undefined = float("nan") if name.startswith((VIEWS, EXTRA)) else 0
@@ -214,12 +207,6 @@ def _pad_column(name: str, parts: Sequence[Rows], joined: Rows, pad_token_id: in
         value = value if value.size(-1) == width else value.expand(len(part), width)
         values.append(pad(value, (left, joined.width(name) - width - left), value=padding))
     return values
-
-
-def _missing_counts(name: str, part: Rows) -> list[int]:
-    none: list[int] = [0] * len(part)
-    # TRL omits `num_tiles` if every image is a single tile.
-    return part.columns.get("num_images", none) if name == "num_tiles" else none
 
 
 def _missing_column_error(name: str) -> DataError:
@@ -339,13 +326,9 @@ def build_scoring_inputs(
     completions, completion_mask = pad_rows(completion_ids, pad_token_id, "right", pad_to_multiple_of)
     if valid is not None:
         completion_mask = completion_mask * torch.tensor(valid).unsqueeze(1)
-    inputs: dict[str, Any] = {
-        "input_ids": torch.cat([prompt_ids, completions], dim=1),
-        "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1),
-        "logits_to_keep": completions.size(1),
-        "num_images": None,
-        "num_tiles": None,
-    }
+    columns = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask}
+    columns |= {"completion_ids": completions, "completion_mask": completion_mask}
+    inputs = scoring_inputs(columns) | {"num_images": None, "num_tiles": None}
     if own is not None:
         inputs["tool_mask"], _ = pad_rows(own, 1, "right", pad_to_multiple_of)
     if prompts.images is None:
@@ -397,36 +380,17 @@ def take_scoring_rows(inputs: Mapping[str, Any], rows: range) -> dict[str, Any]:
 def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     """Take rows of a micro-batch of TRL, or of the arguments of a scoring pass; batch-level entries are kept.
 
+    Rows without an image get no pixel inputs.
+
     Raises:
         DataError: pixel inputs cannot be assigned to rows.
     """
-    part, index = dict(batch), slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
-    for name, value in batch.items():
-        if isinstance(value, list | tuple):
-            part[name] = [value[row] for row in rows]
-        elif isinstance(value, torch.Tensor) and value.ndim > 0 and name not in IMAGE_INPUTS:
-            part[name] = value[index]
     ids = batch["prompt_ids"] if "prompt_ids" in batch else batch["input_ids"]
-    return take_images(rows, {**batch, PERTURBED: None}, part, len(ids))
-
-
-def take_images(rows: Sequence[int], batch: Mapping[str, Any], part: dict[str, Any], count: int) -> dict[str, Any]:
-    """Add the image inputs of some rows to `part`; none if the rows have no images.
-
-    Args:
-        rows: numbers of the rows.
-        batch: the batch, with its image inputs.
-        part: the other columns of the rows.
-        count: rows of the batch.
-
-    Raises:
-        DataError: pixel inputs cannot be assigned to rows.
-    """
-    part = {name: value for name, value in part.items() if name not in IMAGE_INPUTS}
-    counts = [name for name in ("num_images", "num_tiles") if batch.get(name) is not None]
-    part |= {name: [batch[name][row] for row in rows] for name in counts}
-    if batch.get("pixel_values") is not None and any(part.get("num_images", [1])):
-        images, one_per_row = split_images(batch, count)
+    part = take_entries({name: value for name, value in batch.items() if name not in IMAGE_INPUTS}, rows)
+    if list(rows) == list(range(len(ids))):
+        return part | image_inputs_of(batch)
+    if batch.get("pixel_values") is not None and any(part.get("num_images") or [1]):
+        images, one_per_row = split_images({**batch, PERTURBED: None}, len(ids))
         part |= stack_images([images[row] for row in rows], one_per_row)
     return part
 
@@ -445,9 +409,8 @@ def text_inputs(batch: Mapping[str, Any], prompts: Prompts, pad_token_id: int) -
     rows, width = batch["prompt_ids"].shape
     if (longest := max(map(len, prompts.ids))) > width:
         raise DataError(f"A prompt without its image has {longest} tokens, with it at most {width}: images add some.")
-    other: dict[str, Any] = dict(batch)
-    ids, mask = pad_rows(prompts.ids, pad_token_id, "left", width)
-    other |= {"prompt_ids": ids.to(batch["prompt_ids"]), "prompt_mask": mask.to(batch["prompt_mask"])}
+    ids, mask = (each.to(batch["prompt_ids"]) for each in pad_rows(prompts.ids, pad_token_id, "left", width))
+    other: dict[str, Any] = {**batch, "prompt_ids": ids, "prompt_mask": mask}
     for name in TOKEN_TYPES:
         if batch.get(name) is not None:
             types, _ = pad_rows(prompts.fields.get(name) or [[0]] * rows, 0, "left", width)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from vgr_trl.config import MeasureOptions
 from vgr_trl.metrics.step_metrics import Gather
-from vgr_trl.passes.loss_mask import find_window, trim_inputs
+from vgr_trl.passes.loss_mask import find_extents, find_window, trim_inputs
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.patching import keep_random_state
 from vgr_trl.rollout import ConstructedTrainer, Rollout
@@ -216,8 +216,9 @@ def measure_sample(
     inputs = completion_inputs(trainer, rollout, completion_ids)
     mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
     written = torch.tensor([[len(completion_ids[row])] for row in rows]) > torch.arange(mask.size(1))  # (rows, T)
-    prompts, multiple = inputs["attention_mask"][rows, : -mask.size(1)], trainer.pad_to_multiple_of or None
-    window = replace(find_window(written, prompts, rows=False, padding=True, multiple=multiple), rows=rows)
+    prompts = inputs["attention_mask"][rows, : -mask.size(1)]
+    extents, width = find_extents(written, prompts, [True] * len(rows)), (prompts.size(1), mask.size(1))
+    window = replace(find_window(extents, width, trainer.pad_to_multiple_of), rows=rows)
     part = trim_inputs(inputs, window)
     recorded = [rows.index(row) for row in rollout.recorded or ()]
     with keep_random_state(accelerator.device):

@@ -3,8 +3,8 @@
 `Skipping` decides which rows, columns and images of a training pass run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, NamedTuple
@@ -15,8 +15,9 @@ from torch import Tensor
 from vgr_trl.errors import DataError
 from vgr_trl.patching import patched_method
 from vgr_trl.pixels import IMAGE_INPUTS, on_device
-from vgr_trl.rows import take_images, valid_tokens
+from vgr_trl.rows import take_rows, valid_tokens
 from vgr_trl.run_facts import Features
+from vgr_trl.sharing.lending import sort_by_group
 from vgr_trl.sharing.model_support import replace_hidden_states
 from vgr_trl.sharing.prefix_split import PER_TOKEN, is_image_token
 
@@ -39,54 +40,28 @@ class Window:
 
 
 class Extent(NamedTuple):
-    """Columns of a row's prompt and completion that run, and whether the row runs."""
+    """Columns of a row's prompt and completion that run, whether the row runs, and the number of its prompt."""
 
     prompt: int
     completion: int
     runs: bool
-
-
-def find_loss_mask(advantages: torch.Tensor, mask: torch.Tensor, *, rows: bool, tokens: bool) -> torch.Tensor:
-    """Return the tokens whose log-probabilities the loss reads, (N, T) bool.
-
-    Args:
-        advantages: (N,) or (N, T).
-        mask: (N, T), tokens that count in the loss.
-        rows: whether rows without an advantage are left out.
-        tokens: whether tokens without an advantage are left out.
-    """
-    valid = mask.bool()
-    credited = valid & (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)).ne(0)  # (N, T)
-    if tokens:
-        return credited
-    return valid & credited.any(1, keepdim=True) if rows else valid
+    group: int = 0
 
 
 def find_window(
-    loss_mask: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    num_images: Sequence[int] | None = None,
-    *,
-    rows: bool,
-    padding: bool,
-    multiple: int | None = None,
-    read: torch.Tensor | None = None,
+    extents: Sequence[Extent], width: tuple[int, int], multiple: int | None, num_images: Sequence[int] | None = None
 ) -> Window:
-    """Return the smallest window with all tokens with loss.
+    """Return the smallest window that holds the extents of all rows that run.
 
-    Without any it is one row and one column: every process makes a pass, in which all parameters take part. For the
+    If no row runs it is one row and one column: every process makes a pass, in which all parameters take part. For the
     same reason a row with an image stays if there was one.
 
     Args:
-        loss_mask: (N, T) bool.
-        prompt_mask: (N, P), padded on the left.
-        num_images: images of each row; None: there are none, or none has to run.
-        rows: whether rows without loss are left out.
-        padding: whether columns without loss are left out.
+        extents: (N,) columns computed per row.
+        width: of the batch, P and T.
         multiple: the columns of prompts and of completions are multiples of it, unless the batch has fewer.
-        read: (N, T) bool, tokens that rows with loss have to run beside; None: `loss_mask`.
+        num_images: images of each row; None: there are none, or none has to run.
     """
-    extents = find_extents(loss_mask, prompt_mask, rows=rows, padding=padding, read=read)
     kept = [row for row, extent in enumerate(extents) if extent.runs]
     candidates = [row for row, count in enumerate(num_images or ()) if count > 0] or range(len(extents))
     if not set(kept).intersection(candidates):
@@ -94,8 +69,8 @@ def find_window(
     prompt, completion = (max(columns) for columns in zip(*(extents[row][:2] for row in kept), strict=True))
     return Window(
         kept,
-        _up_to_multiple(prompt, multiple, prompt_mask.size(1)),
-        _up_to_multiple(max(completion, 1), multiple, loss_mask.size(1)),
+        _up_to_multiple(prompt, multiple, width[0]),
+        _up_to_multiple(max(completion, 1), multiple, width[1]),
     )
 
 
@@ -115,19 +90,16 @@ def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = No
     return Window(rows[:1], before, behind, images=False) if rows else None
 
 
-def find_extents(
-    loss_mask: torch.Tensor, prompt_mask: torch.Tensor, *, rows: bool, padding: bool, read: torch.Tensor | None = None
-) -> list[Extent]:
-    """Return the columns computed per row.
+def find_extents(read: torch.Tensor, prompt_mask: torch.Tensor, runs: Sequence[bool]) -> list[Extent]:
+    """Return the columns computed per row, without padding before prompts and behind the last token to read.
 
     Args:
-        loss_mask, prompt_mask, rows, padding, read: as for `find_window`.
+        read: (N, T) bool, tokens of completions that have to run.
+        prompt_mask: (N, P), padded on the left.
+        runs: (N,) whether the row runs.
     """
-    runs = (loss_mask.any(1) | (not rows)).tolist()
-    if not padding:
-        return [Extent(prompt_mask.size(1), loss_mask.size(1), ran) for ran in runs]
-    columns = torch.arange(1, loss_mask.size(1) + 1, device=loss_mask.device)
-    completions = ((loss_mask if read is None else read) * columns).amax(1).tolist()  # (N,)
+    columns = torch.arange(1, read.size(1) + 1, device=read.device)
+    completions = (read * columns).amax(1).tolist()  # (N,)
     prompts = (prompt_mask.size(1) - prompt_mask.int().argmax(1)).tolist()  # (N,)
     return [Extent(*of_row) for of_row in zip(prompts, completions, runs, strict=True)]
 
@@ -149,51 +121,43 @@ def group_by_length(order: Sequence[int], groups: Sequence[int], lengths: Sequen
     """
     arranged: list[int] = []
     for start in range(0, len(order), window):
-        rows = order[start : start + window]
-        longest: dict[int, int] = {}  # in order of first appearance
-        for row in rows:
-            longest[groups[row]] = max(longest.get(groups[row], 0), lengths[row])
-        places = {group: place for place, group in enumerate(sorted(longest, key=lambda group: -longest[group]))}
-        arranged += sorted(rows, key=lambda row: (places[groups[row]], -lengths[row]))
+        rows = sort_by_group(order[start : start + window], groups)
+        arranged += sort_by_group(sorted(rows, key=lambda row: -lengths[row]), groups)
     return arranged
 
 
-def pack_rows(count: int, load: Callable[[Sequence[int]], float], most: float) -> list[list[int]]:
-    """Cut rows, in order, into parts whose load is within a limit; a part has one row at least.
+def pack_rows(count: int, load: Callable[[Sequence[int]], float]) -> list[list[int]]:
+    """Cut rows, in order, into parts whose load is at most 1; a part has one row at least.
 
     Args:
         count: N.
-        load: returns the load of a pass over some rows, such as the tokens that it computes.
-        most: limit of the load.
+        load: returns the load of a pass over some rows, a share of what the pass may compute.
     """
     parts: list[list[int]] = [[0]]
     for row in range(1, count):
         wider = [*parts[-1], row]
-        if load(wider) > max(most, load(parts[-1])):
+        if load(wider) > max(1, load(parts[-1])):
             parts.append([row])
         else:
             parts[-1] = wider
     return parts
 
 
-def count_tokens(rows: Sequence[int], extents: Sequence[Extent], groups: Sequence[int] | None) -> int:
-    """Count the tokens that a pass over some rows computes, padding included; skipped rows cost nothing.
+def count_positions(extents: Sequence[Extent]) -> tuple[int, int]:
+    """Count the positions that a pass over some rows computes, padding included; skipped rows cost nothing.
 
-    Prompts are as wide as the longest and computed once per group; completions are as wide as the longest.
+    Prompts are as wide as the longest, and so are completions.
 
-    Args:
-        rows: numbers of the rows.
-        extents: (N,) columns computed per row.
-        groups: (N,) number of the prompt of each row; None: every row computes its own.
+    Returns:
+        The positions with the prompt of a group computed once, and with the prompt of every row computed.
     """
-    running = [row for row in rows if extents[row].runs]
-    prompts = len(running) if groups is None else len({groups[row] for row in running})
-    longest = max((extents[row].prompt for row in running), default=0)
-    return prompts * longest + len(running) * max((extents[row].completion for row in running), default=0)
+    running = [extent for extent in extents if extent.runs]
+    longest = max((extent.prompt for extent in running), default=0)
+    completions = len(running) * max((extent.completion for extent in running), default=0)
+    return len({extent.group for extent in running}) * longest + completions, len(running) * longest + completions
 
 
-@contextmanager
-def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> Iterator[None]:
+def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> AbstractContextManager[None]:
     """Restrict TRL's fused head to the wanted tokens; others get log-probability and entropy 0, and no gradient.
 
     TRL skips positions without a label only where it has Triton, and cannot skip others.
@@ -206,17 +170,12 @@ def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> It
     forward: Callable[..., Any] = causal.forward
 
     @wraps(forward)
-    def chosen(
-        *args: Any,
-        fused_lm_head: bool = False,
-        labels: torch.Tensor | None = None,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        next_tokens = labels[:, 1:] if shift_labels is None and labels is not None else shift_labels  # (N, S)
-        if torch.compiler.is_compiling() or not fused_lm_head or next_tokens is None:
-            given = {"fused_lm_head": fused_lm_head or None, "labels": labels, "shift_labels": shift_labels}
-            return forward(*args, **{name: value for name, value in given.items() if value is not None}, **kwargs)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        labels, next_tokens = kwargs.get("labels"), kwargs.get("shift_labels")  # (N, S + 1), (N, S)
+        if next_tokens is None and labels is not None:
+            next_tokens = labels[:, 1:]
+        if torch.compiler.is_compiling() or not kwargs.get("fused_lm_head") or next_tokens is None:
+            return forward(*args, **kwargs)
         scored = next_tokens != -100
         if wanted is not None:
             scored[:, : -wanted.size(1)] = False
@@ -227,15 +186,14 @@ def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> It
             return hidden[:, : scored.size(1)][scored.to(hidden.device)].unsqueeze(0)
 
         with replace_hidden_states(base, select_emitting):
-            outputs = forward(*args, fused_lm_head=True, shift_labels=next_tokens[scored].unsqueeze(0), **kwargs)
+            outputs = forward(*args, **kwargs | {"labels": None, "shift_labels": next_tokens[scored].unsqueeze(0)})
         for name in ("log_probs", "entropy"):
             if (value := getattr(outputs, name)) is not None:
                 every = value.new_zeros(scored.shape)
                 setattr(outputs, name, every.masked_scatter(scored.to(value.device), value))
         return outputs
 
-    with patched_method(causal, "forward", chosen):
-        yield
+    return patched_method(causal, "forward", chosen)
 
 
 _OF_IMAGES = {*IMAGE_INPUTS, "num_images", "num_tiles"}
@@ -255,20 +213,16 @@ def trim_inputs(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tens
     ids = inputs["input_ids"]  # (N, P + T)
     start = ids.size(1) - inputs["logits_to_keep"] - window.prompt
     columns = slice(start, start + window.prompt + window.completion)
-    part = dict(inputs) | {"logits_to_keep": window.completion}
-    every = len(window.rows) == len(ids)
-    rows = slice(None) if every else on_device(window.rows, ids.device)
+    kept = {name: value for name, value in inputs.items() if window.images or name not in _OF_IMAGES}
+    part = take_rows(kept, window.rows) | {"logits_to_keep": window.completion}
     for name in PER_TOKEN:
-        if inputs.get(name) is not None:
-            part[name] = inputs[name][rows, columns]
+        if part.get(name) is not None:
+            part[name] = part[name][:, columns]
     if loss_mask is not None:
+        rows = on_device(window.rows, loss_mask.device)
         read = loss_mask[rows, : window.completion].flip(1).cumsum(1).flip(1) > 0  # (rows, columns)
         part["attention_mask"] = part["attention_mask"] * torch.nn.functional.pad(read, (window.prompt, 0), value=True)
-    if not window.images:
-        return {name: value for name, value in part.items() if name not in _OF_IMAGES}
-    if every:
-        return part
-    return take_images(window.rows, inputs, part, len(ids))
+    return part
 
 
 def scatter_back(values: torch.Tensor, window: Window, loss_mask: torch.Tensor) -> torch.Tensor:
@@ -310,12 +264,22 @@ class Skipping:
 
     def loss_mask(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the tokens of a training batch whose log-probabilities the loss reads, (N, T) bool."""
-        tokens = self.features.skip_zero_advantage_tokens.enabled
-        return find_loss_mask(batch["advantages"], valid_tokens(batch), rows=self.rows, tokens=tokens)
+        advantages, valid = batch["advantages"], valid_tokens(batch).bool()
+        credited: Tensor = valid & (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)).ne(0)  # (N, T)
+        if self.features.skip_zero_advantage_tokens.enabled:
+            return credited
+        return valid & credited.any(1, keepdim=True) if self.rows else valid
 
     def extents(self, batch: Mapping[str, Any]) -> list[Extent]:
         """Return the columns that each row of a training batch computes."""
-        return find_extents(self.loss_mask(batch), batch["prompt_mask"], rows=self.rows, padding=self.padding)
+        loss_mask = self.loss_mask(batch)
+        return self._extents(loss_mask, batch["prompt_mask"], loss_mask)
+
+    def _extents(self, loss_mask: Tensor, prompt_mask: Tensor, read: Tensor) -> list[Extent]:
+        runs = (loss_mask.any(1) | (not self.rows)).tolist()
+        if self.padding:
+            return find_extents(read, prompt_mask, runs)
+        return [Extent(prompt_mask.size(1), read.size(1), ran) for ran in runs]
 
     def runs_images(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the images of a micro-batch run even if no row has loss."""
@@ -337,15 +301,11 @@ class Skipping:
         cut, window = read if self.padding else None, None
         if self.rows and self.padding and not self.runs_images(inputs) and not loss_mask.any():
             window = find_text(is_image_token(inputs["input_ids"], config), length, self.multiple)
-        window = window or find_window(
-            loss_mask,
-            inputs["attention_mask"][:, :-length],
-            inputs.get("num_images") if self.runs_images(inputs) else None,
-            rows=self.rows,
-            padding=self.padding,
-            multiple=self.multiple,
-            read=read,
-        )
+        if window is None:
+            prompt_mask = inputs["attention_mask"][:, :-length]
+            extents, num_images = self._extents(loss_mask, prompt_mask, read), inputs.get("num_images")
+            num_images = num_images if self.runs_images(inputs) else None
+            window = find_window(extents, (prompt_mask.size(1), length), self.multiple, num_images)
         try:
             return trim_inputs(inputs, window, cut), window
         except DataError:  # the pixels of a row are not known, so that every row stays

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vgr_trl.config import PER_WINDOW
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.passes.loss_mask import Extent, count_tokens, group_by_length, pack_rows
+from vgr_trl.passes.loss_mask import Extent, count_positions, group_by_length, pack_rows
 from vgr_trl.patching import patched_attribute
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens
@@ -84,18 +84,21 @@ class UpdateMemory:
         self._device, self._gather = device, gather
         self._needed = self._before = 0
         self._seen = (0, 0)  # positions of the largest pass that has been measured
-        self._largest = (0, 0)  # of this update
-        self._in_update = self._is_measured = False
+        self._largest: tuple[int, int] | None = None  # of this update; None: between updates
 
     def begin_pass(self) -> None:
         """Limit the passes of an update in its first micro-batch, the same on all processes."""
-        if self._in_update:
+        if self._largest is not None:
             return
-        self._in_update, self._is_measured, self._largest = True, False, (0, 0)
+        self._largest = (0, 0)
+        self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))
+        torch.cuda.reset_peak_memory_stats(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
         room = free + torch.cuda.memory_reserved(self._device) - self._before
-        scale = growth_that_fits(room, total, self._needed)
+        # peak = fixed + cost of a position * positions. Gradients are among the fixed part, so a pass with k times the
+        # positions needs at most k times the memory. A tenth of the device is left, and passes grow at most twofold.
+        scale = min(2.0, max(room - total / 10, 0) / self._needed) if self._needed else 0.0
         limits = torch.tensor([each * scale for each in self._seen], device=self._device).clamp(min=1e-9)
         self.computed, self.attended = self._gather(limits).view(-1, 2).amin(0).tolist()
 
@@ -105,42 +108,23 @@ class UpdateMemory:
         Args:
             passes: computed and attended positions of each pass of this process.
         """
-        self._largest = max(self._largest, *passes)
-        if not self._is_measured:
-            self._is_measured = True
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self._largest = max(self._largest or (0, 0), *passes)
 
     def end_update(self) -> None:
-        """Record the peak memory of the update above the memory allocated before it."""
-        if self._is_measured:
+        """Record the peak memory of a measured update above the memory allocated before it."""
+        if self._largest is not None and any(self._largest):
             self._needed = max(self._needed, torch.cuda.max_memory_allocated(self._device) - self._before)
             self._seen = max(self._seen, self._largest)
-        self._in_update = self._is_measured = False
-
-
-def growth_that_fits(room: int, total: int, needed: int) -> float:
-    """Return the factor by which the next passes may be larger than the largest so far, at most 2.
-
-    peak = fixed + cost of a position * positions. Gradients are among the fixed part, so a pass with k times the
-    positions needs at most k times the memory. A tenth of the device is left.
-
-    Args:
-        room: bytes that can be allocated before the update.
-        total: bytes of the device.
-        needed: bytes that an update has needed; 0: no update has been measured.
-    """
-    return min(2.0, max(room - total / 10, 0) / needed) if needed > 0 else 0.0
+        self._largest = None
 
 
 def join_micro_batches(trainer: ConstructedTrainer) -> RowsPerPass:
     """Join as many micro-batches of a constructed trainer as its features allow, in a copy of its options."""
     args, group, device = trainer.args, trainer.num_generations, trainer.accelerator.device
-    given, most, reason = args.per_device_train_batch_size, args.most_rows_per_pass, None
+    given, most = args.per_device_train_batch_size, args.most_rows_per_pass
     accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
-    if (feature := trainer.features.join_micro_batches).reason is not None:
-        reason = feature.reason
-    elif most is None and device.type not in ("cpu", "cuda"):
+    reason = trainer.features.join_micro_batches.reason
+    if reason is None and most is None and device.type not in ("cpu", "cuda"):
         reason = f"the memory of {device.type} is not measured: give a number as rows_per_pass"
     limit = math.ceil((most or group) / given) if reason is None else 1
     joined = max(each for each in range(1, limit + 1) if accumulated % each == generated % each == 0)
@@ -174,9 +158,8 @@ def describe_spread_groups(args: DAPOConfig, num_generations: int, processes: in
     common = math.gcd(rows, num_generations)
     if processes == 1 or common == num_generations:
         return ""
-    option = "steps_per_generation"
-    if args.gradient_accumulation_steps == args.steps_per_generation:
-        option = "gradient_accumulation_steps"
+    accumulates_rollout = args.gradient_accumulation_steps == args.steps_per_generation
+    option = "gradient_accumulation_steps" if accumulates_rollout else "steps_per_generation"
     names = option, "per_device_train_batch_size"
     cures = [f"{name} {vars(args)[name] * num_generations // common}" for name in names]
     cures += [f"num_generations {common}"] if common > 1 else []
@@ -234,27 +217,20 @@ def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[lis
         memory.begin_pass()
     shares = trainer.features.share_training.enabled
     groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
-    mine = [
-        [extent.prompt, extent.completion, extent.runs, group]
-        for extent, group in zip(trainer.passes.skipping.extents(inputs), groups, strict=True)
-    ]
-    of_all = accelerator.gather(torch.tensor(mine, device=accelerator.device)).view(-1, count, 4).tolist()
-    processes = [([Extent(*row[:3]) for row in rows], [row[3] for row in rows]) for rows in of_all]
-
-    def count_positions(rows: Sequence[int], process: int) -> tuple[int, int]:
-        extents, prompts = processes[process]
-        return count_tokens(rows, extents, prompts), count_tokens(rows, extents, None)
+    extents = zip(trainer.passes.skipping.extents(inputs), groups, strict=True)
+    mine = torch.tensor([extent._replace(group=group) for extent, group in extents], device=accelerator.device)
+    of_all = [[Extent(*row) for row in rows] for rows in accelerator.gather(mine).view(-1, count, 4).tolist()]
 
     def load(rows: Sequence[int]) -> float:
-        computed, attended = map(
-            max, zip(*(count_positions(rows, each) for each in range(len(processes))), strict=True)
-        )
+        positions = [count_positions([extents[row] for row in rows]) for extents in of_all]
+        computed, attended = map(max, zip(*positions, strict=True))
         share = 0.0 if budget is None else computed / budget
         return max(share, float(limits.load(len(rows), computed, attended)))
 
-    parts = pack_rows(count, load, 1)
+    parts = pack_rows(count, load)
     if memory is not None and len(parts) > 1:
-        memory.measure([count_positions(rows, accelerator.process_index) for rows in parts])
+        own = of_all[accelerator.process_index]
+        memory.measure([count_positions([own[row] for row in rows]) for rows in parts])
     return parts
 
 

@@ -73,9 +73,8 @@ def sdpa_by_key_head(
     plain = dropout == 0 and not any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
     if query.size(2) == 1 and plain and groups > 1 and attention_mask is not None and attention_mask.size(1) == 1:
         return attend_one_token(query, key, value, attention_mask, scaling), None
-    if torch.compiler.is_compiling():  # models that share prompts are not compiled
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    shares = plain and query.size(2) > 1 and key in _SHARED_KEYS
+    # Models that share prompts are not compiled.
+    shares = plain and query.size(2) > 1 and not torch.compiler.is_compiling() and key in _SHARED_KEYS
     if not shares or attention_mask is None or attention_mask.size(1) != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if torch.is_autocast_enabled(query.device.type):  # which would cast keys and values again for every query head

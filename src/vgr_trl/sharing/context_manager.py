@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import gather
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.patching import patched_method
@@ -116,9 +117,8 @@ def _modes_of_engine() -> dict[str, Any]:
     return {"agree": all_agree, "sharded": sharded}
 
 
-@contextmanager
-def _read_labels(causal: Any, forward: "SharedForward") -> Iterator[None]:
-    """Set `labelled` of a `SharedForward` from the labels of TRL's scoring, in this block."""
+def _read_labels(causal: nn.Module, forward: SharedForward) -> RemovableHandle:
+    """Set `labelled` of a `SharedForward` from the labels of TRL's scoring, until the handle is removed."""
 
     def read(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         labels, forward.labelled = kwargs.get("labels"), None
@@ -127,8 +127,7 @@ def _read_labels(causal: Any, forward: "SharedForward") -> Iterator[None]:
             labelled = (labels != -100).any(0).nonzero()
             forward.labelled = labels.size(1) - int(labelled[0]) if len(labelled) else None
 
-    with causal.register_forward_pre_hook(read, with_kwargs=True):
-        yield
+    return causal.register_forward_pre_hook(read, with_kwargs=True)
 
 
 @contextmanager

@@ -24,13 +24,12 @@ from torch.distributed import is_initialized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vgr_trl.errors import VGRError
-from vgr_trl.pixels import IMAGE_INPUTS, clone_to, on_device
+from vgr_trl.pixels import IMAGE_INPUTS, take_entries
 from vgr_trl.sharing.exactness import why_padding_counts
 from vgr_trl.sharing.model_support import distributed_type, has_rope_deltas, has_sharded_parameters
 from vgr_trl.sharing.prefix_cache import StoredKeys, WrittenPrefix
 from vgr_trl.sharing.prefix_forward import Prefill
 from vgr_trl.sharing.prefix_split import PER_TOKEN, PrefixSplit, find_groups, first_rows
-from vgr_trl.sharing.report import require
 
 
 class _RunPrompt(torch.autograd.Function):
@@ -51,19 +50,6 @@ class _RunPrompt(torch.autograd.Function):
         return (None, *ctx.prompt.run_backward(grads, ctx.is_live))
 
 
-class _Reach(torch.autograd.Function):
-    """Identity whose backward pass also reaches other tensors, with gradients of 0."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, *others: Tensor) -> Tensor:
-        ctx.zeros = [other.new_zeros(()).expand_as(other) for other in others]
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return (grad, *ctx.zeros)
-
-
 class LentPrompt:
     """A prompt that has run forward, and waits for the gradients of its keys and values.
 
@@ -76,16 +62,11 @@ class LentPrompt:
     Attributes:
         copies: detached keys and values of each layer, (1, H, P - 1, D); in trained layers they accumulate gradients.
         is_closed: whether the present pass has closed the prompt.
-
-    Raises:
-        UnsupportedModel: a layer has other state than keys and values.
     """
 
     def __init__(self, tokens: tuple[int, ...], pixels: list[Tensor], prefill: Prefill, lending: "Lending") -> None:
         self.tokens, self.pixels, self.prefill, self.lending = tokens, pixels, prefill, lending
-        layers = prefill.written.layers
-        require(all(type(layer) is StoredKeys for layer in layers), "layers with other state than keys and values")
-        live: list[Tensor] = [each for layer in layers for each in (layer.keys, layer.values)]
+        live: list[Tensor] = [each for layer in prefill.written.layers for each in (layer.keys, layer.values)]
         self.copies = [each.detach().requires_grad_(each.requires_grad) for each in live]
         self.is_closed, self._readers = False, 0  # passes that closed the prompt and have not run backward
         self._trained = [pair for pair in zip(live, self.copies, strict=True) if pair[0].requires_grad]
@@ -163,16 +144,17 @@ class Lending:
         same = (each for each in self.open if each.tokens == tokens and all(map(torch.equal, each.pixels, pixels)))
         return next(same, None)
 
-    def add(self, prompt: LentPrompt) -> None:
-        """Open a prompt; an optimizer step while it is open raises an error."""
+    def add(self, prompt: LentPrompt) -> LentPrompt:
+        """Open a prompt and return it; an optimizer step while it is open raises an error."""
         self.open.append(prompt)
         self._hooks = self._hooks or [register_optimizer_step_pre_hook(self._refuse_open)]
+        return prompt
 
     def close_all(self, hidden: Tensor) -> Tensor:
         """Close the remaining prompts; return hidden states, (N, S, D), whose backward pass runs them backward."""
         others = [prompt for prompt in self.open if not prompt.is_closed]
         live = [each for prompt in others for each in prompt.close() if each.requires_grad]
-        return _Reach.apply(hidden, *live) if live else hidden
+        return sum((each[:0].sum() for each in live), hidden)  # adds 0, and reaches them with gradients of 0
 
     def watch(self, prompt: LentPrompt | None) -> None:
         """Watch a weight's gradient from the first gradient of a copy until no prompt is open."""
@@ -270,11 +252,7 @@ class MicroBatch:
             base: base model (without head) of a transformers model.
             plain: its forward pass.
         """
-        for number, prompt in enumerate(self.found):
-            if prompt is None:
-                self.found[number] = opened = self._run(number, base, plain)
-                self.lending.add(opened)
-        prompts = [prompt for prompt in self.found if prompt is not None]
+        prompts = [prompt or self._open(number, base, plain) for number, prompt in enumerate(self.found)]
         read = [each.copies if again else each.close() for each, again in zip(prompts, self.again, strict=True)]
         joined = copy(prompts[0].prefill)
         joined.written = WrittenPrefix(base.config, self.split.groups)
@@ -288,19 +266,18 @@ class MicroBatch:
         joined.split, joined.hidden, joined.skips_padding = self.split, None, True
         return joined
 
-    def _run(self, number: int, base: Any, plain: Callable[..., Any]) -> LentPrompt:
-        """Run a single prompt, without its padding."""
+    def _open(self, number: int, base: Any, plain: Callable[..., Any]) -> LentPrompt:
+        """Run and open a single prompt, without its padding."""
         row, tokens = self.rows[number], self.tokens[number]
         alone = {name: value for name, value in self.inputs.items() if name not in (*PER_TOKEN, *self.split.pixels)}
         columns = slice(self.split.start - len(tokens), self.split.start)
-        for name in PER_TOKEN:
-            if self.inputs.get(name) is not None:
-                alone[name] = self.inputs[name][row : row + 1, columns]
+        given = [name for name in PER_TOKEN if self.inputs.get(name) is not None]
+        alone |= {name: self.inputs[name][row : row + 1, columns] for name in given}
         alone |= dict(zip(self.split.pixels, self.pixels[number], strict=True))
         pixels = {name: [slice(None)] for name in self.split.pixels}
         split = PrefixSplit(len(tokens), len(tokens) + 1, [0], pixels)
         prefill = Prefill(base, plain, alone, split, wants_hidden=False)
-        return LentPrompt(tokens, self.pixels[number], prefill, self.lending)
+        return self.lending.add(LentPrompt(tokens, self.pixels[number], prefill, self.lending))
 
 
 def _pad_left(tensors: Sequence[Tensor], width: int) -> Tensor:
@@ -341,9 +318,8 @@ def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int
         permutation: (N,) rows.
         groups: (N,) number of the group of each row.
     """
-    position: dict[int, int] = {}
-    for row in permutation:
-        position.setdefault(groups[row], len(position))
+    found = dict.fromkeys(groups[row] for row in permutation)
+    position = {group: place for place, group in enumerate(found)}
     return sorted(permutation, key=lambda row: position[groups[row]])
 
 
@@ -371,15 +347,7 @@ def shuffle_whole_groups(
         groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _select_prompt_pixels(batch, is_image))
     batch[PROMPT_GROUP] = groups
     order = arrange(torch.randperm(len(groups)).tolist(), groups)
-
-    def reordered(value: Any) -> Any:
-        if value is None or (isinstance(value, Tensor) and value.ndim == 0):
-            return value
-        if isinstance(value, Tensor):
-            return value[on_device(order, value.device)]
-        return [value[row] for row in order]
-
-    return {key: reordered(value) for key, value in batch.items()}
+    return take_entries(batch, order)
 
 
 def _select_prompt_pixels(batch: Mapping[str, Any], is_image: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
@@ -393,7 +361,7 @@ def _select_prompt_pixels(batch: Mapping[str, Any], is_image: Callable[[Tensor],
 
 
 def _share_pixels(values: Sequence[Tensor], groups: Sequence[int]) -> list[Tensor]:
-    kept = [clone_to(values[row], values[row].device) for row in first_rows(groups)]
+    kept = [values[row].detach().clone() for row in first_rows(groups)]
     return [kept[group] for group in groups]
 
 

@@ -52,14 +52,13 @@ def base_of(causal: Any) -> Any:
     return decoder if isinstance(decoder, PreTrainedModel) else base
 
 
-def replace_hidden_states(base: Any, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
+def replace_hidden_states(base: nn.Module, change: Callable[[Tensor], Tensor]) -> RemovableHandle:
     """Change the last hidden states that a base model returns, until the handle is removed."""
 
     def replace_states(module: nn.Module, args: Any, outputs: Any) -> None:
         outputs.last_hidden_state = change(outputs.last_hidden_state)
 
-    handle: RemovableHandle = base.register_forward_hook(replace_states)
-    return handle
+    return base.register_forward_hook(replace_states)
 
 
 def indexed_modules(model: nn.Module) -> list[Any]:
@@ -77,7 +76,13 @@ def is_compiled(model: nn.Module) -> bool:
     return any(hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) for each in model.modules())
 
 
-def _checkpointed(model: nn.Module, when_training: bool = False) -> list[nn.Module]:
+def checkpointed_modules(model: nn.Module, *, when_training: bool = False) -> list[nn.Module]:
+    """Return the layers of a model in training mode that are recomputed in the backward pass.
+
+    Args:
+        model: any model.
+        when_training: treat the model as in training mode, whatever its mode is.
+    """
     parts = (module for module in model.modules() if when_training or module.training)
     return [module for module in parts if getattr(module, "gradient_checkpointing", False)]
 
@@ -89,7 +94,7 @@ def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -
         model: any model.
         when_training: treat the model as in training mode, whatever its mode is.
     """
-    return any(is_reentrant(module) for module in _checkpointed(model, when_training))
+    return any(is_reentrant(module) for module in checkpointed_modules(model, when_training=when_training))
 
 
 def is_reentrant(module: Any) -> bool:
@@ -124,11 +129,6 @@ DROPS_CACHES = "gradient checkpointing by a transformers whose layers then drop 
 def checkpoints_drop_caches() -> bool:
     """Whether checkpointed layers drop their cache, as in transformers 5.9 and 5.10."""
     return not hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache")
-
-
-def is_checkpointed(model: nn.Module) -> bool:
-    """Whether layers of a model in training mode are recomputed in the backward pass."""
-    return bool(_checkpointed(model))
 
 
 def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool:
@@ -228,7 +228,7 @@ def check_model(base: Any, gradients: bool) -> None:
     if gradients:
         why = why_reentrant(base, is_partitioned(base)) if recomputes_without_graph(base) else None
         require(why is None, str(why))
-        require(not (checkpoints_drop_caches() and is_checkpointed(base)), DROPS_CACHES)
+        require(not (checkpoints_drop_caches() and checkpointed_modules(base)), DROPS_CACHES)
         require(not flattens_layers(base), "the first version of FSDP")
     config = base.config
     keeps = cache_name(base) is not None and not config.is_encoder_decoder

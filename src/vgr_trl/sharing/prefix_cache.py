@@ -36,6 +36,9 @@ class _Keys(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name in transformers 5.9
 
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
 
 class StoredKeys(_Keys):
     """Keys and values of the U unique prompts, stored at the first update; a recomputation changes nothing."""
@@ -65,9 +68,6 @@ class StoredKeys(_Keys):
     def get_seq_length(self) -> int:
         return 0  # nothing precedes a prompt, nor its recomputation
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
 
 class ExpandedKeys(_Keys):
     """Stored keys and values, prepended to the keys and values of every row of a batch; read-only."""
@@ -86,9 +86,6 @@ class ExpandedKeys(_Keys):
 
     def get_seq_length(self) -> int:
         return self.stored.length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.stored.length() + query_length, 0
 
 
 class PackedKeys(ExpandedKeys):

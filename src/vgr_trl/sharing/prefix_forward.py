@@ -19,7 +19,7 @@ from vgr_trl.pixels import on_device
 from vgr_trl.sharing.attention import prefers_cudnn, wrap_attention
 from vgr_trl.sharing.model_support import cache_name, has_rope_deltas, indexed_modules, is_reentrant
 from vgr_trl.sharing.prefix_cache import PackedKeys, PromptsStored, ReadPrefix, StoredKeys, WrittenPrefix
-from vgr_trl.sharing.prefix_split import PrefixSplit, first_rows, is_constant, take_pixels
+from vgr_trl.sharing.prefix_split import PrefixSplit, is_constant, take_pixels
 from vgr_trl.sharing.report import require
 
 # Fixed cost of a pass, in tokens.
@@ -78,8 +78,8 @@ class Prefill:
     def __init__(
         self, base: Any, plain: Callable[..., Any], inputs: Mapping[str, Any], split: PrefixSplit, wants_hidden: bool
     ) -> None:
-        common = {name: value for name, value in inputs.items() if is_constant(value)}
-        common.pop("logits_to_keep", None)  # Gemma 4 would keep that many of each pass
+        # Gemma 4 would keep `logits_to_keep` outputs of each pass.
+        common = {name: value for name, value in inputs.items() if is_constant(value) and name != "logits_to_keep"}
         self.plain, self.split, self.cache_name = plain, split, str(cache_name(base))
         self.common = {**common, "use_cache": False, "return_dict": True}
         self.layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -108,22 +108,19 @@ class CompletionPass:
     def __init__(self, base: Any, prefill: Prefill, inputs: Mapping[str, Any]) -> None:
         self.prefill, self.split, self.inputs = prefill, prefill.split, inputs
         self.ids: Tensor = inputs["input_ids"]
-        self.mask: Tensor | None = inputs.get("attention_mask")
+        self.mask: Tensor = inputs["attention_mask"]
         self.index = on_device(self.split.groups, self.ids.device)  # (N,)
         deltas = prefill.deltas
         if deltas is not None:
             deltas = deltas.index_select(0, self.index.to(deltas.device))
         self.positions = positions_behind(base, inputs, self.split, deltas)
-        if self.positions is None and prefill.skips_padding and self.mask is not None:
+        if self.positions is None and prefill.skips_padding:
             self.positions = self.mask.long().cumsum(-1)[:, self.split.start : self.split.stop] - 1  # (N, columns)
 
     def lengths(self) -> list[int]:
         """Return the number of columns from `start` on that emit a token of each row, at least 1; (N,)."""
-        if self.mask is None:
-            return [self.split.stop - self.split.start] * len(self.ids)
         emitted = self.mask[:, self.split.start + 1 : self.split.stop + 1].bool().sum(1)  # (N,)
-        lengths: list[int] = emitted.clamp(min=1).tolist()
-        return lengths
+        return [max(count, 1) for count in emitted.tolist()]
 
     def run_padded(self, rows: Sequence[int], length: int) -> Any:
         """Run `length` columns of some rows, and return their outputs, (B, length, D).
@@ -144,7 +141,7 @@ class CompletionPass:
             outputs = self.prefill.plain(
                 **self.prefill.common,
                 input_ids=self.ids[at, self.split.start : stop],
-                attention_mask=None if self.mask is None else self.mask[at, :stop],
+                attention_mask=self.mask[at, :stop],
                 position_ids=positions,
                 **take_pixels(self.inputs, self.split.behind, rows),
                 **{self.prefill.cache_name: behind},
@@ -160,9 +157,8 @@ class CompletionPass:
         passes = cut_by_length(lengths, _PASS_COST.get(self.ids.device.type, _PASS_COST_ON_GPU))
         parts = [self.run_padded(rows, max(lengths[row] for row in rows)) for rows in passes]
         wide = [torch.nn.functional.pad(part, (0, 0, 0, columns - part.size(1))) for part in map(hidden_states, parts)]
-        order = [row for rows in passes for row in rows]
-        back = on_device(sorted(range(len(order)), key=order.__getitem__), self.ids.device)
-        return type(parts[0])(last_hidden_state=wide[0] if len(wide) == 1 else torch.cat(wide)[back])
+        order = on_device([row for rows in passes for row in rows], self.ids.device)
+        return type(parts[0])(last_hidden_state=wide[0] if len(wide) == 1 else torch.cat(wide)[order.argsort()])
 
     def run_packed(self, lengths: Sequence[int]) -> Any:
         """Run all rows as a single row without padding; return outputs (N, stop - start, D), 0 for padding.
@@ -174,7 +170,7 @@ class CompletionPass:
         if positions is None:
             positions = torch.arange(self.split.start, self.split.stop, device=ids.device).unsqueeze(0)
         positions = positions.expand(*positions.shape[:-2], *ids.shape).flatten(-2)  # (..., N * columns)
-        tokens, keys, bounds = find_packing(self.split, lengths, self.mask, ids.device)
+        tokens, keys, bounds = find_packing(self.split, lengths, self.mask)
         cache = Cache(layers=[PackedKeys(layer, keys) for layer in self.prefill.written.layers])
         reason, attended = "a model that does not pass cu_seqlens on to its attention", []
 
@@ -224,6 +220,8 @@ def prefix_forward(
     Raises:
         UnsupportedModel: the model does not cache its prompts, or does not read them from its cache.
     """
+    if inputs.get("attention_mask") is None:
+        inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
     if split.behind and inputs.get("position_ids") is None:  # positions without images would count padding
         names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
         positions, _ = base.get_rope_index(**{name: inputs.get(name) for name in names})  # (3, N, S)
@@ -273,11 +271,10 @@ def positions_behind(
         return given[..., split.start : split.stop]
     if not has_rope_deltas(base):
         return None
-    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
     if deltas is None:  # these models count padding in a pass without images
         return torch.arange(split.start, split.stop, device=ids.device).expand(len(ids), -1)  # (N, T)
-    mask = torch.ones_like(ids) if mask is None else mask
-    positions = mask.long().cumsum(-1)[:, split.start : split.stop] - 1 + deltas.to(ids.device)
+    positions: Tensor = mask.long().cumsum(-1)[:, split.start : split.stop] - 1 + deltas.to(ids.device)
     return positions.expand(3, -1, -1)  # (3, N, T): time, height, width
 
 
@@ -343,16 +340,13 @@ def why_not_pack(base: Any) -> str | None:
     return f"layers of type {min(unknown)}" if unknown else None
 
 
-def find_packing(
-    split: PrefixSplit, lengths: Sequence[int], mask: Tensor | None, device: torch.device
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def find_packing(split: PrefixSplit, lengths: Sequence[int], mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return gather indices and cu_seqlens for packing completions.
 
     Args:
         split: of the batch.
         lengths: (N,) tokens of each row behind its prompt.
-        mask: (N, S) attention mask of the batch, whose prompts are padded on the left; None: there is no padding.
-        device: of the batch.
+        mask: (N, S) attention mask of the batch, whose prompts are padded on the left.
 
     Returns:
         (Q,) index of each token among the flattened columns behind the prompts of N rows.
@@ -360,17 +354,13 @@ def find_packing(
             padding, then its own tokens.
         Arguments of flash attention: cu_seqlens and the longest row, of tokens and of keys.
     """
-    columns, width = split.stop - split.start, split.start
-    firsts = first_rows(split.groups)
-    padding = [0] * len(firsts) if mask is None else (mask[firsts, :width] == 0).sum(1).tolist()  # (U,)
-    tokens, keys, written = [], [], split.prompts * width
-    for row, (group, length) in enumerate(zip(split.groups, lengths, strict=True)):
-        tokens.append(torch.arange(row * columns, row * columns + length))
-        keys.append(torch.arange(group * width + padding[group], (group + 1) * width))
-        keys.append(torch.arange(written, written + length))
-        written += length
-    seen = [width - padding[group] + length for group, length in zip(split.groups, lengths, strict=True)]
-    bounds: dict[str, Any] = {"max_length_q": max(lengths), "max_length_k": max(seen)}
-    for name, counts in (("cu_seq_lens_q", lengths), ("cu_seq_lens_k", seen)):
-        bounds[name] = torch.tensor([0, *counts], device=device).cumsum(0).int()
-    return torch.cat(tokens).to(device), torch.cat(keys).to(device), bounds
+    width, columns = split.start, torch.arange(split.stop, device=mask.device)
+    counts, groups = (on_device(each, mask.device).unsqueeze(1) for each in (lengths, split.groups))  # (N, 1) each
+    own = columns[: split.stop - width] < counts  # (N, columns)
+    number = (own.flatten().cumsum(0) - 1).view_as(own)  # of each token among the Q
+    keys = torch.cat([groups * width + columns[:width], split.prompts * width + number], dim=1)
+    reads = torch.cat([mask[:, :width].bool(), own], dim=1)  # (N, width + columns)
+    bounds: dict[str, Any] = {"max_length_q": max(lengths), "max_length_k": int(reads.sum(1).max())}
+    for name, read in (("cu_seq_lens_q", own), ("cu_seq_lens_k", reads)):
+        bounds[name] = torch.nn.functional.pad(read.sum(1).cumsum(0), (1, 0)).int()
+    return own.flatten().nonzero().flatten(), keys[reads], bounds

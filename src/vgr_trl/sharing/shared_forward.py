@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from inspect import signature
@@ -120,9 +120,8 @@ class SharedForward:
                 self.lending.begin_pass()
             # FSDP2 gathers a layer's weights when a gradient reaches the layer's output, so all outputs are needed.
             gathers = gradients and (shards_layers(self.base) if self.checks is None else self.checks.gathers)
-            whole = width is None or gathers
-            run = partial(prefix_forward, self.base, self.plain, inputs)
-            shared = partial(run, whole=whole, alike=self.alike, packs=self.packs)
+            modes: dict[str, Any] = {"whole": width is None or gathers, "alike": self.alike, "packs": self.packs}
+            shared = partial(prefix_forward, self.base, self.plain, inputs, **modes)
             kind = "training" if gradients else "scoring"
             rows = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
             outputs = self.share(kind, rows, partial(self._split, inputs, width), shared, partial(self.plain, **inputs))
@@ -245,11 +244,9 @@ def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | Non
         ConfigError: `model` is no transformers model.
     """
     base = base_of(causal_model(model))
-    if is_compiled(model):
-        yield
-        return
     agree = agree if "pixel_values" in signature(base.forward).parameters else None
-    with base.register_forward_pre_hook(partial(_drop_from_call, agree), with_kwargs=True):
+    drops = partial(_drop_from_call, agree)
+    with nullcontext() if is_compiled(model) else base.register_forward_pre_hook(drops, with_kwargs=True):
         yield
 
 

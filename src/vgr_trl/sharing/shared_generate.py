@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 from transformers.generation import GenerationMixin, GenerationMode
@@ -18,8 +19,8 @@ from vgr_trl.sharing.model_support import (
     cache_of,
     check_model,
     check_token_types,
+    checkpointed_modules,
     has_rope_deltas,
-    is_checkpointed,
 )
 from vgr_trl.sharing.prefix_split import PER_TOKEN, PrefixSplit, find_split
 from vgr_trl.sharing.report import UnsupportedModel, require
@@ -45,14 +46,15 @@ class GrowingLayer(DynamicLayer):
         super().__init__()
         self.dtype, self.device, self.is_initialized = filled.keys.dtype, filled.device, True
         filled.reorder_cache(index)
-        self._longer = [_grow_buffer(filled.keys), _grow_buffer(filled.values)]
+        self._longer = [pad(each, (0, 0, 0, ROOM)) for each in (filled.keys, filled.values)]
         self._show_tokens(filled.get_seq_length())
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         start = self.get_seq_length()
         stop = start + key_states.size(-2)
         if stop > self._longer[0].size(-2):
-            self._longer = [_grow_buffer(each, key_states.size(-2)) for each in (self.keys, self.values)]
+            room = max(key_states.size(-2), ROOM)
+            self._longer = [pad(each, (0, 0, 0, room)) for each in (self.keys, self.values)]
         for longer, new in zip(self._longer, (key_states, value_states), strict=True):
             longer[:, :, start:stop] = new
         self._show_tokens(stop)
@@ -60,14 +62,6 @@ class GrowingLayer(DynamicLayer):
 
     def _show_tokens(self, length: int) -> None:
         self.keys, self.values = (longer[:, :, :length] for longer in self._longer)
-
-
-def _grow_buffer(filled: Tensor, at_least: int = 0) -> Tensor:
-    """Return a copy of keys or values, (N, H, S, D), with room for at least so many tokens behind them."""
-    rows, heads, length, width = filled.shape
-    longer = filled.new_empty(rows, heads, length + max(at_least, ROOM), width)
-    longer[:, :, :length] = filled
-    return longer
 
 
 def grow_in_place(cache: Cache, index: Tensor) -> None:
@@ -112,30 +106,14 @@ class SharedGeneration:
         """Split prompts from their last tokens, which run with the completions."""
         require(getattr(self.plain, "__func__", None) is GenerationMixin.generate, "a generate method of its own")
         check_model(self.forward.base, gradients=False)
-        require(not is_checkpointed(self.model), "generate with gradient checkpointing on")
+        require(not checkpointed_modules(self.model), "generate with gradient checkpointing on")
         starts_anew = cache_of(inputs) is None and inputs.get("inputs_embeds") is None
         require(starts_anew, "generate from a cache or from embeddings")
         for name, value in inputs.items():
             per_row = isinstance(value, Tensor) and value.ndim and name not in (*PER_TOKEN, *IMAGE_INPUTS)
             alone = name in ("assistant_model", "custom_generate") and value is not None
             require(not (per_row or alone), f"the input {name}")
-        copies = self._check_config(self._prepare_config(inputs))
-        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-        require(isinstance(ids, Tensor) and ids.ndim == 2, "no prompt before the completions")
-        require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")
-        check_token_types(inputs, self.model.config)
-        alone = copies > 1 or self.forward.agree is not None
-        split = find_split(inputs, self.model.config, (ids.size(1) - 1, ids.size(1)), alone=alone)
-        return replace(split, copies=copies)
-
-    def _prepare_config(self, inputs: dict[str, Any]) -> GenerationConfig:
-        given = {name: value for name, value in inputs.items() if name in _OPTIONS}
-        config: GenerationConfig
-        config, _ = self.model._prepare_generation_config(given.pop("generation_config", None), **given)
-        return config
-
-    def _check_config(self, config: GenerationConfig) -> int:
-        """Return the completions per row, or raise `UnsupportedModel` unless `generate` samples token by token."""
+        config = self._prepare_config(inputs)
         modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         require(config.get_generation_mode(None) in modes, "generate with beams or an assistant")
         known = config.use_cache and config.cache_implementation in (None, "static")
@@ -144,7 +122,19 @@ class SharedGeneration:
             raise UnsupportedModel(reason)
         require(config.prefill_chunk_size is None, "prefill_chunk_size")
         require(not config.output_hidden_states, "output_hidden_states=True")
-        return config.num_return_sequences or 1
+        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        require(isinstance(ids, Tensor) and ids.ndim == 2, "no prompt before the completions")
+        require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")
+        check_token_types(inputs, self.model.config)
+        copies = config.num_return_sequences or 1
+        alone = copies > 1 or self.forward.agree is not None
+        split = find_split(inputs, self.model.config, (ids.size(1) - 1, ids.size(1)), alone=alone)
+        return replace(split, copies=copies)
+
+    def _prepare_config(self, inputs: dict[str, Any]) -> Any:
+        """Return the `GenerationConfig` of a call."""
+        given = {name: value for name, value in inputs.items() if name in _OPTIONS}
+        return self.model._prepare_generation_config(given.pop("generation_config", None), **given)[0]
 
     def _generate(self, inputs: dict[str, Any], split: PrefixSplit) -> Any:
         """Generate from cached prompts, without their images, which the cache contains."""

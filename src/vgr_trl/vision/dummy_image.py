@@ -1,7 +1,7 @@
 """Run the vision tower on a dummy image in processes without images."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
 from typing import Any
 
@@ -43,8 +43,7 @@ class DummyImage:
         gray = Image.new("RGB", (56, 56), (127, 127, 127))  # which processors resize
         self._inputs = dict(processor(images=[gray], return_tensors="pt"))
 
-    @contextmanager
-    def around(self, model: nn.Module, generates: bool) -> Iterator[None]:
+    def around(self, model: nn.Module, generates: bool) -> AbstractContextManager[None]:
         """Run the tower on the dummy image where needed, in passes of this block.
 
         Args:
@@ -67,8 +66,7 @@ class DummyImage:
                     return plain(*args, **kwargs)
             return plain(*args, **kwargs)
 
-        with patched_method(owner, name, run):
-            yield
+        return patched_method(owner, name, run)
 
     def _refuse_uneven(self, inputs: Mapping[str, Any]) -> None:
         if self._sharded and 0 < self._count_with_images(has_images(inputs)) < self._accelerator.num_processes:
@@ -89,8 +87,6 @@ class DummyImage:
 
     def _count_with_images(self, mine: bool) -> int:
         """Return how many processes have images."""
-        if self._accelerator.num_processes == 1:
-            return mine
         return int(self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).sum())
 
     def _compute_features(self, base: Any) -> Any:

@@ -1,7 +1,7 @@
 """Keep the image features of a frozen vision tower during a rollout, and process equal images once."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import chain
@@ -16,7 +16,7 @@ from torch import nn
 from transformers import BatchFeature
 
 from vgr_trl.patching import patched_method
-from vgr_trl.pixels import IMAGE_INPUTS, UnknownParts, find_layout, fingerprint, image_inputs_of, stack_images
+from vgr_trl.pixels import IMAGE_INPUTS, Images, UnknownParts, find_layout, fingerprint, image_inputs_of, stack_images
 from vgr_trl.sharing.model_support import base_of, causal_model, has_active_dropout
 
 
@@ -43,7 +43,6 @@ FAMILIES = frozenset({
     "internvl", "mistral3", "paligemma",
 })  # fmt: skip
 
-PixelInputs = dict[str, torch.Tensor]  # pixel inputs of an image, or of a tile, by name
 Form = tuple[type, bool, bool]  # class of outputs; whether pooled and deepstack features are one tensor each
 Features = list[torch.Tensor]  # of an image: pooled features and those of each deepstack layer, (tokens, D) each
 
@@ -141,16 +140,14 @@ def why_not_once(base: Any) -> str | None:
     return "dropout in the vision tower" if draws else None
 
 
-def _separate_images(arguments: Mapping[str, Any]) -> list[PixelInputs] | None:
-    """Return the pixel inputs of each image passed to `get_image_features`; None: they cannot be separated."""
+def _separate_images(arguments: Mapping[str, Any]) -> list[Images] | None:
+    """Return the pixel inputs of each image or tile passed to `get_image_features`; None: they cannot be separated."""
     given = image_inputs_of(arguments)
     if any(isinstance(value, torch.Tensor) for name, value in arguments.items() if name not in given):
         return None
     try:
         unit = find_layout(given).units["pixel_values"]
     except UnknownParts:
-        return None
-    if unit == "row":  # padded to the most images of a row
         return None
     patches = given["image_grid_thw"].prod(-1).tolist() if unit == "patch" else 1
     parts = {name: value.split(patches if name == "pixel_values" else 1) for name, value in given.items()}
@@ -187,7 +184,6 @@ def _join_features(features: Sequence[Features], kind: type, stacks: bool, behin
 
 # Outputs of transformers' processors beside pixel inputs: one entry per image, or per row of images.
 _LISTED = {"num_patches", "num_crops", "num_soft_tokens_per_image", "rows", "cols"}
-_EXACT = "transformers.models."  # packages whose processors are deterministic
 
 
 @contextmanager
@@ -201,10 +197,8 @@ def images_processed_once(processor: Any) -> Iterator[None]:
         processor: of prompts; it may have no image processor.
     """
     images: Any = getattr(processor, "image_processor", None)
-    if not type(images).__module__.startswith(_EXACT):
-        yield
-        return
-    with patched_method(images, "preprocess", _ProcessedOnce(images, images.preprocess)):
+    is_known = type(images).__module__.startswith("transformers.models.")  # whose processors are deterministic
+    with patched_method(images, "preprocess", _ProcessedOnce(images, images.preprocess)) if is_known else nullcontext():
         yield
 
 
@@ -253,10 +247,8 @@ def _make_keys(images: Any) -> list[Hashable] | None:
     flat = {id(image): image for row in images for image in row}
     if not flat or not all(isinstance(image, Image.Image) and image.palette is None for image in flat.values()):
         return None
-    known = {number: _make_key(image) for number, image in flat.items()}
+    known: dict[int, Hashable] = {}
+    for number, image in flat.items():
+        transparency = str(image.info.get("transparency"))
+        known[number] = image.mode, image.size, transparency, xxhash.xxh3_128_digest(image.tobytes())
     return [tuple(known[id(image)] for image in row) for row in images]
-
-
-def _make_key(image: Image.Image) -> Hashable:
-    transparency = str(image.info.get("transparency"))
-    return image.mode, image.size, transparency, xxhash.xxh3_128_digest(image.tobytes())

@@ -5,7 +5,7 @@ transformers' towers of the Qwen-VL kind call `sdpa` for each window of 64 patch
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from inspect import signature
 from itertools import accumulate
@@ -17,9 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from vgr_trl.pixels import (
-    on_device,
-)
+from vgr_trl.pixels import on_device
 from vgr_trl.sharing.attention import keep_keys_unrepeated, sdpa_by_key_head
 
 
@@ -39,32 +37,25 @@ def join_windows(model: nn.Module) -> int:
     return len(layers)
 
 
-@dataclass(frozen=True)
-class Windows:
-    """Positions of the windows among all patches.
+def plan_windows(lengths: list[int], device: torch.device) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
+    """Return the positions of consecutive windows among all patches.
 
-    Attributes:
-        patches: S, the number of patches.
-        by_length: length of a window -> indices of the patches in windows of this length, (windows * length,).
-        back: (S,) index of each patch in the concatenation of `by_length`; None: all windows have one length.
+    Args:
+        lengths: number of patches of each window, S in all.
+        device: of the positions.
+
+    Returns:
+        Length of a window -> indices of the patches in windows of this length, (windows * length,).
+        (S,) index of each patch in the concatenation of these; None: all windows have one length.
     """
-
-    patches: int
-    by_length: dict[int, torch.Tensor]
-    back: torch.Tensor | None
-
-
-def plan_windows(lengths: list[int], device: torch.device) -> Windows:
-    """Return the positions of consecutive windows of these lengths."""
     places: defaultdict[int, list[int]] = defaultdict(list)
     for length, end in zip(lengths, accumulate(lengths), strict=True):
         places[length] += range(end - length, end)
     by_length = {length: on_device(patches, device) for length, patches in places.items()}
-    back = torch.cat([*by_length.values()]).argsort() if len(places) > 1 else None
-    return Windows(sum(lengths), by_length, back)
+    return by_length, torch.cat([*by_length.values()]).argsort() if len(places) > 1 else None
 
 
-_PLANS = WeakTensorKeyDictionary()  # cu_seqlens -> its windows
+_PLANS = WeakTensorKeyDictionary()  # cu_seqlens -> the arguments that take their place
 
 
 def _merge_bounds(layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -74,14 +65,16 @@ def _merge_bounds(layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
     if bounds is None or len(bounds) < 3 or not is_ours or layer.config._attn_implementation != "sdpa":
         return None
     if bounds not in _PLANS:  # all layers of a pass have the same bounds
-        _PLANS[bounds] = plan_windows(bounds.diff().tolist(), bounds.device)
-    windows = _PLANS[bounds]
-    whole = torch.tensor([0, windows.patches], dtype=bounds.dtype)
-    return args, kwargs | {"cu_seqlens": whole, "attend_within": partial(attend_windows, windows)}
+        lengths = bounds.diff().tolist()
+        attend = partial(attend_windows, *plan_windows(lengths, bounds.device))
+        whole = torch.tensor([0, sum(lengths)], dtype=bounds.dtype)
+        _PLANS[bounds] = {"cu_seqlens": whole, "attend_within": attend}
+    return args, kwargs | _PLANS[bounds]
 
 
 def attend_windows(
-    windows: Windows,
+    by_length: Mapping[int, torch.Tensor],
+    back: torch.Tensor | None,
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -92,7 +85,7 @@ def attend_windows(
     """Compute attention within windows, with a call for each length of windows.
 
     Args:
-        windows: positions of the windows.
+        by_length, back: positions of the windows, of `plan_windows`.
         module: attention layer.
         query: (1, H, S, D).
         key: (1, H, S, D).
@@ -104,10 +97,10 @@ def attend_windows(
         (1, S, H, D).
     """
     outputs = []
-    for length, patches in windows.by_length.items():
-        chosen = (each[0] if windows.back is None else each[0].index_select(1, patches) for each in (query, key, value))
+    for length, patches in by_length.items():
+        chosen = (each[0] if back is None else each[0].index_select(1, patches) for each in (query, key, value))
         queries, keys, values = (each.unflatten(1, (-1, length)).transpose(0, 1) for each in chosen)  # (windows, H, …)
         output, _ = sdpa_attention_forward(module, queries, keys, values, None, dropout, scaling, is_causal=False)
         outputs.append(output.flatten(0, 1))  # (patches, H, D)
-    found = outputs[0] if windows.back is None else torch.cat(outputs).index_select(0, windows.back)
+    found = outputs[0] if back is None else torch.cat(outputs).index_select(0, back)
     return found.unsqueeze(0)
