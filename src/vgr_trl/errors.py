@@ -27,12 +27,8 @@ def printable(text: str) -> str:
     Line feeds and tabs stay, a carriage return before a line feed is dropped. The result cannot move the cursor of a
     terminal, nor show a line break that is none.
     """
-    return _HIDDEN.sub(lambda found: _escape(found[0]), text.replace("\r\n", "\n"))
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    text = text.replace("\r\n", "\n").replace("\r", "\\x0d")
+    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def error_text(error: BaseException, most: int = 200) -> str:
@@ -130,17 +126,13 @@ def release(installed: str | None = None) -> Version:
 
 
 @cache
-def check_release(installed: str | None = None) -> None:
-    """Raise `UnsupportedTRLError` for a release of TRL without tests; warn once of a newer one with VGR_TRL_UNTESTED=1.
-
-    Args:
-        installed: version of TRL; None: the installed package's.
-    """
+def check_release() -> None:
+    """Raise `UnsupportedTRLError` for a TRL without tests; warn once of a newer one with VGR_TRL_UNTESTED=1."""
     first, end = SUPPORTED_TRL
-    if Version(first) <= release(installed) < Version(end):
+    if Version(first) <= release() < Version(end):
         return
-    tested, found = f"trl>={first},<{end}", f"TRL {installed or version('trl')} is installed, but vgr_trl"
-    is_newer = release(installed) >= Version(end)
+    tested, found = f"trl>={first},<{end}", f"TRL {version('trl')} is installed, but vgr_trl"
+    is_newer = release() >= Version(end)
     if is_newer and os.environ.get("VGR_TRL_UNTESTED") == "1":
         warnings.warn(f"{found} is tested with {tested} only: results may be wrong in silence.", stacklevel=2)
         return
