@@ -12,7 +12,6 @@ from trl import GRPOConfig
 from vgr_trl.config import (
     SWITCHES,
     BlindOptions,
-    CreditOptions,
     CriticOptions,
     EfficiencyOptions,
     EvaluateOptions,
@@ -21,8 +20,6 @@ from vgr_trl.config import (
     LossOptions,
     MeasureOptions,
     NoisyOptions,
-    PerturbationOptions,
-    PluginOptions,
     ReportOptions,
     check_conflicts,
 )
@@ -102,14 +99,11 @@ class DAPOConfig(
     EfficiencyOptions,
     GroupOptions,
     LossOptions,
-    CreditOptions,
     CriticOptions,
     KLOptions,
     BlindOptions,
     NoisyOptions,
-    PerturbationOptions,
     MeasureOptions,
-    PluginOptions,
     GRPOConfig,
 ):
     """Options of `DAPOTrainer`: TRL's `GRPOConfig` with the defaults of DAPO, `vgr_trl.config`, and the options below.
