@@ -85,19 +85,13 @@ def _make_importable(folder: str) -> None:
     importlib.invalidate_caches()
 
 
-def import_attribute(
-    spec: str,
-    kind: str,
-    error_type: type[VGRError] = ConfigError,
-    is_meant: Callable[[Any], bool] = inspect.isfunction,
-) -> Any:
+def import_attribute(spec: str, kind: str, error_type: type[VGRError] = ConfigError) -> Any:
     """Import the object that a dotted path (`my_package.my_module.my_name`) or a file (`my_file.py:my_name`) names.
 
     Args:
         spec: a dotted path, or a file, absolute or relative to the working directory.
         kind: kind of plug-in, for messages.
         error_type: raised if the module cannot be imported or has no such name.
-        is_meant: whether an object of the module can be such a plug-in, for the message.
     """
     path, _, attribute = spec.rpartition(":" if ":" in spec else ".")
     if path.endswith(".py"):
@@ -109,7 +103,7 @@ def import_attribute(
     try:
         return getattr(module, attribute)
     except AttributeError:
-        names = [key for key, value in vars(module).items() if is_meant(value) and key[0] != "_"]
+        names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         accepted = ", ".join(names) or "another module"
         raise error_type(f"{path} has no {kind} {attribute!r}: give one of {accepted}.") from None
 
@@ -159,22 +153,13 @@ class Registry:
             VGRError: the name is unknown or registered twice, the import fails, or the object is not a function; of the
                 registry's `error_type`.
         """
-        if not isinstance(spec, str):
-            return self.check_function(spec, repr(spec))
-        name = spec.strip()
-        if ":" not in name and ("." not in name or name in self.names()):
-            return self.check_function(self._find(name), repr(name))
-        return self.check_function(import_attribute(name, self.kind, self.error_type), repr(name))
-
-    def check_function(self, plugin: Any, shown: str) -> Any:
-        """Return the plug-in; raise if it is not a function.
-
-        Args:
-            plugin: the object.
-            shown: its name in the message.
-        """
+        plugin = spec
+        if isinstance(spec, str):
+            name = spec.strip()
+            is_path = ":" in name or ("." in name and name not in self.names())
+            plugin = import_attribute(name, self.kind, self.error_type) if is_path else self._find(name)
         if not callable(plugin) or inspect.isclass(plugin):
-            raise self.error_type(f"The {self.kind} {shown} is of type {type(plugin).__name__}: give a function.")
+            raise self.error_type(f"The {self.kind} {spec!r} is of type {type(plugin).__name__}: give a function.")
         return plugin
 
     def _find(self, name: str) -> Any:
@@ -193,10 +178,9 @@ class Registry:
         if not entries:
             nearest = get_close_matches(name, self.names(), n=1)
             meant = f". Did you mean {nearest[0]}? Else give" if nearest else ": give"
-            raise self.error_type(
-                f"There is no {self.kind} {name!r}{meant} one of {', '.join(self.names())}, a dotted path "
-                "(my_package.my_module.my_function) or a file (my_file.py:my_function)."
-            )
+            problem = f"There is no {self.kind} {name!r}{meant} one of {', '.join(self.names())}"
+            others = "a dotted path (my_package.my_module.my_function) or a file (my_file.py:my_function)"
+            raise self.error_type(f"{problem}, {others}.")
         with _naming_import_errors(owners[0], self.kind, self.error_type):
             return entries[owners[0]].load()
 
