@@ -116,10 +116,10 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
         other = "replay_buffer_size, dynamic_sampling or online_filtering"
         other = f"advantage_estimator {estimator}" if estimator != "grpo" else other
         raise ConfigError(f"multi_objective_aggregation is {aggregation} with {other}: use sum_then_normalize.")
-    if estimator == "remax" and (maker or facts.use_vllm or batching):
-        other = maker or ("vLLM" if facts.use_vllm else "continuous batching")
+    if estimator == "remax" and (maker or args.use_vllm or batching):
+        other = maker or ("vLLM" if args.use_vllm else "continuous batching")
         raise ConfigError(f"advantage_estimator is remax with {other}, but needs transformers to generate: use rloo.")
-    of_transformers = {} if facts.use_vllm else args.generation_kwargs or {}
+    of_transformers = {} if args.use_vllm else args.generation_kwargs or {}
     if unknown := [name for name in of_transformers if name not in vars(GenerationConfig())]:
         raise ConfigError(f"generation_kwargs has {', '.join(unknown)}, which GenerationConfig of transformers lacks.")
     if facts.is_sharded and args.uses_critic and args.critic == "model":
@@ -133,7 +133,7 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
         raise ConfigError(f"replay_buffer_size, dynamic_sampling and online_filtering cannot be used with {maker}.")
     if REMOVE_IMAGE in views and maker:
         raise ConfigError(f"Images are perturbed by remove_image with {maker}, which may add images: use mask_image.")
-    if args.perturb_images == "tools" and not facts.tools:
+    if args.perturb_images == "tools" and not maker:
         raise ConfigError('perturb_images is "tools", but the run has none: give tools, or "all".')
     cuts = (args.most_rows_per_pass or args.per_device_train_batch_size) < args.per_device_train_batch_size
     if args.max_tokens_per_micro_batch is not None or cuts:
@@ -152,15 +152,13 @@ def refuse_unfit_noise(facts: RunFacts) -> None:
     """Raise `ConfigError` if `noisy_generations` does not fit the data, the tools or the way of generation."""
     args, noisy = facts.args, facts.args.noisy_generations
     if noisy > (args.num_generations or 0):
-        raise ConfigError(
-            f"noisy_generations is {noisy} with num_generations {args.num_generations}: give at most that."
-        )
+        raise ConfigError(f"noisy_generations is {noisy}: give at most num_generations, {args.num_generations}.")
     reasons = {
         "the data have no images": not facts.has_images,
-        "rollout_func and tools generate otherwise": facts.completion_maker == "rollout_func" or facts.tools,
+        "rollout_func and tools generate otherwise": facts.completion_maker,
         'attention_source "generate" would measure the noise': args.attention_source == "generate",
         "continuous batching takes no images": args.use_transformers_continuous_batching,
-        "vllm_importance_sampling_correction would compare perturbed with clean images": facts.use_vllm
+        "vllm_importance_sampling_correction would compare perturbed with clean images": args.use_vllm
         and args.vllm_importance_sampling_correction,
     }
     for why, holds in reasons.items():
@@ -193,13 +191,10 @@ def refuse_unfit_model(model: Any, processor: Any) -> None:
         cure = "load the adapter with PeftModel.from_pretrained(…, is_trainable=True)"
         raise ConfigError(f"No weight of {type(model).__name__} requires a gradient: {cure}, or unfreeze the model.")
     # PEFT looks for the cache under its old name: virtual tokens are left out of `generate`, or put before each token.
-    prompted = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
-    if (
-        prompted
-        and Version(version("transformers")) >= Version("5.24")
-        and Version(version("peft")) <= Version("0.21.2")
-    ):
-        found = f"transformers {version('transformers')} generates otherwise than peft {version('peft')} trains"
+    newer, older = version("transformers"), version("peft")
+    differ = Version(newer) >= Version("5.24") and Version(older) <= Version("0.21.2")
+    if differ and isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        found = f"transformers {newer} generates otherwise than peft {older} trains"
         raise ConfigError(f'{found} virtual tokens: pip install "transformers<5.24", or train LoRA.')
     # The processor pads its token types on the right, and TRL the prompts on the left: positions are silently wrong.
     reads_types = any(name in signature(type(causal_model(model)).forward).parameters for name in TOKEN_TYPES)
