@@ -345,13 +345,10 @@ def find_needed_measurements(facts: RunFacts) -> dict[str, str]:
     """Return the measurements that are needed, each with the first reward, rule, signal or option that reads it."""
     args, needed = facts.args, dict[str, str]()
     for name, reward in facts.rewards.items():
-        if read := needed_signal_columns(reward) - {*(facts.train_columns or ())}:
-            needed.setdefault("attention", f"the reward {name}")
-            if PER_IMAGE in read:
-                needed.setdefault("per_image", f"the reward {name}")
-        if BLIND_ANSWERS in needed_signals(reward):
-            needed.setdefault("blind", f"the reward {name}")
-        for need in find_measurements([need for need in needed_signals(reward) if need != BLIND_ANSWERS]):
+        columns, signals = needed_signal_columns(reward) - {*(facts.train_columns or ())}, needed_signals(reward)
+        read = ["attention"] * bool(columns) + ["per_image"] * (PER_IMAGE in columns)
+        read += ["blind"] * (BLIND_ANSWERS in signals)
+        for need in (*read, *find_measurements([need for need in signals if need != BLIND_ANSWERS])):
             if is_measured_after_rewards(need):
                 raise ConfigError(f"The reward {name} needs {need}, measured after it: let a signal or rule read that.")
             needed.setdefault(need, f"the reward {name}")
