@@ -600,8 +600,7 @@ CONFLICTS: Conflicts = (
      "soft_punish_cache is {o.soft_punish_cache}: give at most max_completion_length, {o.max_completion_length}."),
     (lambda o: o.delta is not None and o.loss_type in RATIO_LOSSES
         and o.delta <= 1 + (o.epsilon if o.epsilon_high is None else o.epsilon_high),
-     "delta (clip_ratio_dual) is {o.delta}, which would also clip ratios of tokens with positive advantage: give a "
-     "number above 1 + epsilon_high, such as 3.0."),
+     "delta (clip_ratio_dual) is {o.delta}, which would also clip positive advantages: give above 1 + epsilon_high."),
     (lambda o: o.importance_sampling_level == "sequence" and o.loss_type not in ("cispo", "vespo")
         and (o.shapes_tokens or o.uses_critic),
      "importance_sampling_level is sequence with loss_type {o.loss_type}: the gradient would ignore token weights, "
@@ -609,14 +608,11 @@ CONFLICTS: Conflicts = (
     (lambda o: o.kl_coef > 0 and o.beta > 0,
      "kl_coef is {o.kl_coef} and beta is {o.beta}: give kl_coef, or beta (low_var_kl in the loss, as TRL has it)."),
     (lambda o: o.penalises_kl and o.multi_objective_aggregation != "sum_then_normalize",
-     "multi_objective_aggregation is {o.multi_objective_aggregation}, which would divide the KL in the rewards by its "
-     "deviation: use sum_then_normalize, or use_kl_loss."),
+     "multi_objective_aggregation {o.multi_objective_aggregation} would rescale the KL in rewards: set use_kl_loss."),
     (lambda o: o.uses_critic and o.replay_buffer_size > 0,
-     "advantage_estimator is gae with replay_buffer_size {o.replay_buffer_size}, whose groups would keep advantages "
-     "of an earlier critic: drop one."),
+     "replay_buffer_size is {o.replay_buffer_size}, but with gae groups keep an earlier critic's advantages: give 0."),
     (lambda o: o.uses_critic and o.critic_warmup > 0 and o.weight_decay > 0,
-     "critic_warmup is {o.critic_warmup} and weight_decay is {o.weight_decay}, which would move the policy in it: "
-     "set one to 0."),
+     "critic_warmup is {o.critic_warmup}, but weight_decay {o.weight_decay} would move the policy in it: give one 0."),
     (lambda o: o.torch_compile and (o.uses_critic or "hidden" in o.term_needs()),
      "torch_compile hides the hidden states that advantage_estimator gae or a loss term reads: drop one."),
     (lambda o: not o.filter_low < o.filter_high or (o.filter_mode == "quantile"

@@ -164,15 +164,12 @@ class Registry:
 
     def _find(self, name: str) -> Any:
         importlib.import_module(self.module)
-        entries = {entry.value: entry for entry in entry_points(group=self.group, name=name)}
-        if name in self._own:  # this library's plug-ins are entry points too
-            entries = {value: entry for value, entry in entries.items() if not value.startswith("vgr_trl.")}
+        found = entry_points(group=self.group, name=name)  # plug-ins of this library are entry points too
+        entries = {entry.value: entry for entry in found if not entry.value.startswith("vgr_trl.")}
         owners = ["vgr_trl"] * (name in self._own) + list(entries)
         if len(owners) > 1:
-            raise self.error_type(
-                f"The {self.kind} {name!r} is registered more than once, by {' and by '.join(owners)}: give "
-                f"the one you mean as a dotted path, such as {owners[1].replace(':', '.')}."
-            )
+            problem = f"The {self.kind} {name!r} is registered more than once, by {' and by '.join(owners)}"
+            raise self.error_type(f"{problem}: give a dotted path, such as {owners[1].replace(':', '.')}.")
         if name in self._own:
             return self._own[name]
         if not entries:
@@ -231,26 +228,23 @@ def is_measured_after_rewards(name: str) -> bool:
     return name in ("dependency", "shift", "views") or name.startswith(LOGPS_PREFIX)
 
 
-def find_measurements(names: Iterable[str]) -> list[str]:
+def find_measurements(names: Iterable[str], within: Sequence[str] = ()) -> list[str]:
     """Return the measurements that signals read, directly or through other signals.
 
     Args:
         names: names of signals.
+        within: signals that read these, the nearest last.
 
     Raises:
         ConfigError: a signal is not found or depends on itself.
     """
-    return list(dict.fromkeys(name for chain in map(_find_measurements, names) for name in chain))
-
-
-def _find_measurements(name: str, within: tuple[str, ...] = ()) -> Iterator[str]:
-    if name in within:
-        raise ConfigError(f"The signal {name} needs itself ({' needs '.join([*within, name])}): remove one dependency.")
-    if is_measurement(name):
-        yield name
-        return
-    for need in needed_signals(signals.load(name)):
-        yield from _find_measurements(need, (*within, name))
+    found: list[str] = []
+    for name in names:
+        chain = [*within, name]
+        if name in within:
+            raise ConfigError(f"The signal {name} needs itself ({' needs '.join(chain)}): remove one dependency.")
+        found += [name] if is_measurement(name) else find_measurements(needed_signals(signals.load(name)), chain)
+    return list(dict.fromkeys(found))
 
 
 def build_options(options: type, given: Mapping[str, Any]) -> Any:

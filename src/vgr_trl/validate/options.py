@@ -113,9 +113,8 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
     args, estimator, maker = facts.args, facts.args.advantage_estimator, facts.completion_maker
     aggregation, batching = args.multi_objective_aggregation, args.use_transformers_continuous_batching
     if aggregation != "sum_then_normalize" and (estimator != "grpo" or args.selects_groups):  # these read weighted sums
-        other = "replay_buffer_size, dynamic_sampling or online_filtering"
-        other = f"advantage_estimator {estimator}" if estimator != "grpo" else other
-        raise ConfigError(f"multi_objective_aggregation is {aggregation} with {other}: use sum_then_normalize.")
+        needed = "advantage_estimator grpo without replay_buffer_size, dynamic_sampling and online_filtering"
+        raise ConfigError(f"multi_objective_aggregation is {aggregation}: use sum_then_normalize, or {needed}.")
     if estimator == "remax" and (maker or args.use_vllm or batching):
         other = maker or ("vLLM" if args.use_vllm else "continuous batching")
         raise ConfigError(f"advantage_estimator is remax with {other}, but needs transformers to generate: use rloo.")
@@ -124,11 +123,10 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
         raise ConfigError(f"generation_kwargs has {', '.join(unknown)}, which GenerationConfig of transformers lacks.")
     if facts.is_sharded and args.uses_critic and args.critic == "model":
         raise ConfigError("critic is model with ZeRO-3 or FSDP, but it needs whole parameters: use ZeRO-2, or head.")
-    by_head = dict.fromkeys(args.readers().get("shift", ()), True)
-    by_head |= {term: True for need, term in args.term_needs().items() if need == "teacher_top"}
-    for option, is_on in (by_head | {"kl_penalty is full": args.needs_full_kl}).items():
-        if facts.fsdp_version == 1 and is_on:
-            raise ConfigError(f"{option} with FSDP 1, but it needs the model's whole head: use fsdp_version 2.")
+    by_head = [*args.readers().get("shift", ()), *(["kl_penalty full"] if args.needs_full_kl else [])]
+    by_head += [term for need, term in args.term_needs().items() if need == "teacher_top"]
+    if facts.fsdp_version == 1 and by_head:
+        raise ConfigError(f"{by_head[0]} with FSDP 1, but it needs the model's whole head: use fsdp_version 2.")
     if maker == "rollout_func" and args.selects_groups:
         raise ConfigError(f"replay_buffer_size, dynamic_sampling and online_filtering cannot be used with {maker}.")
     if REMOVE_IMAGE in views and maker:
