@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
+from traceback import format_exception
 
 from packaging.version import Version
 
@@ -104,10 +105,7 @@ def naming_torchvision(model: str | None = None) -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError, RuntimeError) as error:
-        causes: list[BaseException] = [error]
-        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-            causes.append(cause)
-        text, build = " ".join(map(str, causes)), f"torch {version('torch')}"
+        text, build = "".join(format_exception(error, limit=0)), f"torch {version('torch')}"
         if re.search("torchvision::|custom C\\+\\+ ops", text):  # transformers hides it behind its own ImportError
             cure = "uv pip install --reinstall torch torchvision --torch-backend auto (pip install uv)"
             raise ConfigError(f"The installed torchvision is not the build for {build}: {cure}.") from error
