@@ -70,10 +70,9 @@ def checksum(path: Path) -> str:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the files and checksums of a checkpoint's manifest, or None if the manifest is missing or unreadable."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return {"checksums": {}, **json.loads((folder / MANIFEST).read_text(encoding="utf-8"))}  # older ones have none
     except (OSError, ValueError):
         return None
-    return {"checksums": {}, **manifest}  # older ones have no checksums
 
 
 @contextmanager

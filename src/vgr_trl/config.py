@@ -621,6 +621,8 @@ CONFLICTS: Conflicts = (
      "filter_mode quantile in [0, 1]."),
     (lambda o: o.eval_temperature == 0 and (o.num_generations_eval or o.num_generations or 1) > 1,
      "eval_temperature is 0, so all completions of a prompt would be alike: give num_generations_eval 1."),
+    (lambda o: o.noisy_generations > (o.num_generations or 0),
+     "noisy_generations is {o.noisy_generations}: give at most num_generations, {o.num_generations}."),
     (lambda o: o.noisy_decay == "exponential" and o.noisy_decay_coef >= 1,
      "noisy_decay_coef is {o.noisy_decay_coef} with noisy_decay exponential: give a number below 1, such as 0.95."),
     (lambda o: o.noisy_perturbation == REMOVE_IMAGE,

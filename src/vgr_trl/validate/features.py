@@ -67,6 +67,7 @@ def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: Dummy
     noise, training = _why_noise(args), _why_plain_training(facts)
     spread, rows = _why_rollout_is_spread(args), why_rows_matter(facts, args.loss_type)
     unshared = "training does not share prompts" if training else None
+    fsdp = "FSDP" if facts.fsdp_version else None
     headless = "a model that is its own base" if base is causal else None
     sharded = "sharded parameters" if facts.is_sharded else None  # which FSDP does in `train()`
     router = "the load-balancing loss reads all tokens" if facts.has_router_loss else None
@@ -95,9 +96,7 @@ def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: Dummy
         skip_padding=Feature(off("skip_padding") or router or padding()),
         skip_head=Feature(off("skip_zero_advantage_tokens") or compiled or headless),
         skip_images=Feature(sharded or _why_images_run(base, dummy_image)),
-        pack_completions=Feature(
-            off("pack_completions") or unshared or why_not_pack(base) or _why_fsdp(facts) or padding()
-        ),
+        pack_completions=Feature(off("pack_completions") or unshared or why_not_pack(base) or fsdp or padding()),
         group_by_length=Feature(off("group_by_length") or noise or cut or rows),
         reuse_first_pass=Feature(off("reuse_first_pass") or _why_scored_before_training(facts, needed)),
     )
@@ -113,7 +112,7 @@ def _why_plain_generation(facts: RunFacts) -> str | None:
         _why_no_pass_shares(facts)
         or ("vLLM shares prompts itself" if facts.args.use_vllm else None)
         or ("continuous batching" if args.use_transformers_continuous_batching else None)
-        or _why_fsdp(facts)
+        or ("FSDP" if facts.fsdp_version else None)
         or (why_not_static(facts.model.config) if args.cache_implementation == "static" else None)
         or why_not_share(facts.model, gradients=False)
     )
@@ -185,10 +184,6 @@ def _why_columns_matter(facts: RunFacts) -> str | None:
 
 def _why_compiled(facts: RunFacts) -> str | None:
     return "torch.compile" if facts.compiles or is_compiled(facts.model) else None
-
-
-def _why_fsdp(facts: RunFacts) -> str | None:
-    return "FSDP" if facts.fsdp_version else None
 
 
 def _why_completions_stay_whole(args: DAPOConfig) -> str | None:

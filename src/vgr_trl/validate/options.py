@@ -24,6 +24,7 @@ from vgr_trl.options import unused_options
 from vgr_trl.pixels import TOKEN_TYPES
 from vgr_trl.rewards.functions import gather_groups, needed_columns, scale_by_accuracy
 from vgr_trl.rewards.loading import RewardSchedule, is_reward_name, load_reward, replace_by_hard_negative
+from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.run_facts import RunFacts
 from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.sharing.model_support import causal_model
@@ -148,9 +149,7 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
 
 def refuse_unfit_noise(facts: RunFacts) -> None:
     """Raise `ConfigError` if `noisy_generations` does not fit the data, the tools or the way of generation."""
-    args, noisy = facts.args, facts.args.noisy_generations
-    if noisy > (args.num_generations or 0):
-        raise ConfigError(f"noisy_generations is {noisy}: give at most num_generations, {args.num_generations}.")
+    args = facts.args
     reasons = {
         "the data have no images": not facts.has_images,
         "rollout_func and tools generate otherwise": facts.completion_maker,
@@ -160,7 +159,7 @@ def refuse_unfit_noise(facts: RunFacts) -> None:
         and args.vllm_importance_sampling_correction,
     }
     for why, holds in reasons.items():
-        if noisy and holds:
+        if args.noisy_generations and holds:
             raise ConfigError(f"noisy_generations cannot be used here, because {why}: switch one of the two off.")
 
 
@@ -214,19 +213,15 @@ def check_head(device: torch.device, installed: str | None = None) -> None:
         raise UnsupportedTRLError(f'{found}: train on a GPU, or pip install "trl>=1.16".')
 
 
-def find_idle_options(facts: RunFacts, needed: Collection[str], changing_weights: bool) -> dict[str, str]:
-    """Return why each option of a run that is not at its default has no effect, by name.
-
-    Args:
-        needed: measurements of a rollout.
-        changing_weights: whether the reward weights change over the run.
-    """
+def find_idle_options(trainer: ConstructedTrainer) -> dict[str, str]:
+    """Return why each option of a run that is not at its default has no effect, by name."""
+    needed = trainer.measurement.needed
     present = {
         "attention": "attention" in needed,
         "similarity": "similarity" in needed,
         "blind_answers": "blind" in needed,
-        "changing_weights": changing_weights,
-        "evaluation": facts.evaluates,
-        "length_reward": any("overlong" in name for name in facts.rewards),
+        "changing_weights": trainer.reward_schedule.changes,
+        "evaluation": trainer.eval_dataset is not None,
+        "length_reward": any("overlong" in name for name in trainer.reward_func_names),
     }
-    return unused_options(facts.args, [name for name, holds in present.items() if not holds])
+    return unused_options(trainer.args, [name for name, holds in present.items() if not holds])
