@@ -368,13 +368,12 @@ def evaluate(
 
 def print_scores(results: Mapping[str, Evaluation]) -> None:
     """Print a table with a row per model for all questions and for each group."""
-    first, has_several = next(iter(results.values())), len(results) > 1
+    k, has_several = next(iter(results.values())).k, len(results) > 1
     rewards = list(dict.fromkeys(name for result in results.values() for name in result.rewards))
-    numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{first.k}", f"pass@{first.k}"]
-    table = Table(
-        *(Column(heading, overflow="fold") for heading in ("", *["model"] * has_several)),
-        *(Column(heading, overflow="fold", justify="right") for heading in (*numbers, "format", *rewards)),
-    )
+    numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{k}", f"pass@{k}"]
+    columns = [Column(heading, overflow="fold") for heading in ("", *["model"] * has_several)]
+    columns += [Column(heading, overflow="fold", justify="right") for heading in (*numbers, "format", *rewards)]
+    table = Table(*columns)
     for group in (None, *dict.fromkeys(name for result in results.values() for name in result.groups)):
         for model, result in results.items():
             scores: AnswerScores | None = result if group is None else result.groups.get(group)

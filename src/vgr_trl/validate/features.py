@@ -141,11 +141,10 @@ def _is_reentrant(facts: RunFacts) -> bool:
 
 def _why_images_run(base: nn.Module, dummy_image: DummyImage | None) -> str | None:
     """Return why the vision tower runs the images of a micro-batch without loss."""
-    if not parts_of_tower(base):
-        return "a model without a vision tower"
-    if tower_trains(base) and dummy_image is None:
-        return "the vision tower trains, and cannot be called alone"
-    return None
+    return _first(
+        (not parts_of_tower(base), "a model without a vision tower"),
+        (tower_trains(base) and dummy_image is None, "the vision tower trains, and cannot be called alone"),
+    )
 
 
 def _why_scored_before_training(facts: RunFacts, needed: Mapping[str, str]) -> str | None:
@@ -300,8 +299,7 @@ def announce(trainer: ConstructedTrainer, facts: RunFacts) -> None:
         logger.warning(f"{name} has no effect: {why}.")
 
 
-_LATE = ("dependency", "shift", "views", "perception")  # measured by the pass over perturbed images
-_OF_IMAGES = ("attention", "per_image", "similarity", "regions", "blind", *_LATE)
+_OF_IMAGES = ("attention", "per_image", "similarity", "regions", "blind", "dependency", "shift", "views", "perception")
 
 
 def plan_measurement(facts: RunFacts) -> Measurement:

@@ -150,13 +150,13 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
 def refuse_unfit_noise(facts: RunFacts) -> None:
     """Raise `ConfigError` if `noisy_generations` does not fit the data, the tools or the way of generation."""
     args = facts.args
+    vllm_corrects = args.use_vllm and args.vllm_importance_sampling_correction
     reasons = {
         "the data have no images": not facts.has_images,
         "rollout_func and tools generate otherwise": facts.completion_maker,
         'attention_source "generate" would measure the noise': args.attention_source == "generate",
         "continuous batching takes no images": args.use_transformers_continuous_batching,
-        "vllm_importance_sampling_correction would compare perturbed with clean images": args.use_vllm
-        and args.vllm_importance_sampling_correction,
+        "vllm_importance_sampling_correction would compare perturbed with clean images": vllm_corrects,
     }
     for why, holds in reasons.items():
         if args.noisy_generations and holds:
