@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from traceback import format_exception
 
 from vgr_trl.errors import DiskFullError, VGRError
 
@@ -11,11 +12,10 @@ from vgr_trl.errors import DiskFullError, VGRError
 _DISK_FULL = "No space left", "Disk quota exceeded", "StreamWriter failed writing", "unexpected pos", "os error 28"
 
 
-def is_disk_full(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Return whether an error, or an error that caused it, comes from a full disk or quota."""
-    while error is not None and not any(text in str(error) for text in _DISK_FULL):
-        error = error.__cause__ or error.__context__
-    return error is not None
+    messages = "".join(format_exception(error, limit=0))
+    return any(text in messages for text in _DISK_FULL)
 
 
 @contextmanager

@@ -50,9 +50,8 @@ def write_manifest(folder: str | Path, num_processes: int = 1) -> None:
     """
     folder = Path(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and MANIFEST not in path.name)
-    names = {path.relative_to(folder).as_posix(): path for path in paths}
-    sizes = {name: path.stat().st_size for name, path in names.items()}
-    checksums = {name: checksum(path) for name, path in names.items()}
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+    checksums = {name: checksum(folder / name) for name in sizes}
     manifest = {"num_processes": num_processes, "files": sizes, "checksums": checksums}
     write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
 
@@ -71,10 +70,9 @@ def checksum(path: Path) -> str:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the files and checksums of a checkpoint's manifest, or None if the manifest is missing or unreadable."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return {"checksums": {}, **json.loads((folder / MANIFEST).read_text(encoding="utf-8"))}  # older ones have none
     except (OSError, ValueError):
         return None
-    return {"checksums": {}, **manifest}  # older ones have no checksums
 
 
 @contextmanager
@@ -292,10 +290,8 @@ def lock_folder(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     try:
         if accelerator.is_main_process:
             lock.acquire()
-    except Timeout:
-        is_free = False
-    except OSError:  # the file system has no locks
-        pass
+    except OSError as error:  # `Timeout`, or the file system has no locks
+        is_free = not isinstance(error, Timeout)
     with ExitStack() as stack:
         stack.callback(lock.release)
         if not accelerator.gather(torch.tensor([is_free], device=accelerator.device)).all():
@@ -461,11 +457,8 @@ def save_place(trainer: ResumableTrainer, folder: Path) -> None:
     if trainer.args.should_save:
         (folder / ORDER).write_text(json.dumps(_order_of(trainer)), encoding="utf-8")
     if trainer._step % every:
-        state = {
-            "micro_batch": trainer._step % every,
-            "of": every,
-            "inputs": [unsplit_pixel_values_by_grid(inputs) for inputs in trainer._buffered_inputs],
-        }
+        inputs = [unsplit_pixel_values_by_grid(inputs) for inputs in trainer._buffered_inputs]
+        state = {"micro_batch": trainer._step % every, "of": every, "inputs": inputs}
         save_share(state, folder, accelerator.process_index, accelerator.num_processes, GENERATION)
 
 

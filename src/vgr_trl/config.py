@@ -58,10 +58,10 @@ class PluginOptions:
         """Return the credit rules that are plug-ins."""
         return [name for name in self.credit_rules or () if name not in RULES]
 
-    def plugin_values(self, plugin: Any, name: str) -> Any:
+    def plugin_values(self, plugin: Any) -> Any:
         """Return the values of a plug-in's own options, or all options of the run if it declares none."""
         options = getattr(plugin, "options", None)
-        return self if options is None else build_options(options, self._given())
+        return self if options is None else build_options(options, read_mapping("plugin_options", self.plugin_options))
 
     def readers(self) -> dict[str, list[str]]:
         """Return the measurements that plug-ins read, each with the signals and credit rules that need it."""
@@ -73,38 +73,6 @@ class PluginOptions:
             for measurement in registries.find_measurements(names):
                 found.setdefault(measurement, []).append(reader)
         return found
-
-    def _given(self) -> dict[str, Any]:
-        return read_mapping("plugin_options", self.plugin_options)
-
-    def check_plugins(self) -> None:
-        """Switch the named rules of this library on; raise `ConfigError` for plug-ins that cannot be used."""
-        named = [name for name in self.credit_rules or () if name in RULES]
-        if {"perception_filter", "perception_weights"} <= set(named):
-            raise ConfigError("credit_rules has perception_filter and perception_weights: give one of them.")
-        for switch, value in (pair for name in named for pair in RULES[name].items()):
-            if switch in vars(self):
-                setattr(self, switch, value)
-        perturbations = dict.fromkeys([*getattr(self, "views", ()), *getattr(self, "noisy_perturbations", ())])
-        plugins = [(registries.credit_rules.load(name), name) for name in self.plugin_rules]
-        plugins += [(registries.signals.load(name), name) for name in self.signals or ()]
-        plugins += [(registries.loss_terms.load(name), name) for name in self.loss_terms or ()]
-        plugins += [(registries.perturbations.load(name), name) for name in perturbations if name not in PERTURBATIONS]
-        plugins += [(registries.views.load(spec), spec) for spec in getattr(self, "row_views", {}).values()]
-        classes = [getattr(plugin, "options", None) for plugin, _ in plugins]
-        known = sorted({each.name for options in classes if options is not None for each in fields(options)})
-        for name in self._given().keys() - set(known):
-            raise ConfigError(
-                f"plugin_options has {name!r}, but the plug-ins named have {', '.join(known) or 'no options'}. "
-                "Options of rewards go to reward_function_kwargs, in Python to vgr_trl.rewards.load_reward."
-            )
-        for plugin, name in plugins:
-            self.plugin_values(plugin, name)
-        for kind in ("credit_rules", "signals", "loss_terms"):
-            given = vars(self)[kind] or ()
-            if len({short_name(name) for name in given}) < len(given):
-                raise ConfigError(f"{kind} is {given}, where two have the same name: rename one.")
-        self.readers()
 
 
 # Measurements.
@@ -140,7 +108,7 @@ def used_by(*names: str) -> Callable[[Any], str | None]:
     """Return a function that says why an option of these perturbations is unused; no names: of any perturbation."""
 
     def reason(args: Any) -> str | None:
-        used = {*args.read_views(args.needs_dependency), *([args.perturbation] if args.needs_perturbed else [])}
+        used = {*args.read_views(args.needs_dependency), *[args.perturbation] * ("perturbed" in args.term_needs())}
         used |= set(getattr(args, "noisy_perturbations", ()) if names else ())
         if not used:
             return "nothing is measured on perturbed images"
@@ -220,7 +188,7 @@ class PerturbationOptions(PluginOptions):
         if name in PERTURBATIONS:
             return {keyword: vars(self)[option] for keyword, option in PERTURBATIONS[name].items()}
         plugin = registries.views if name in self.row_views.values() else registries.perturbations
-        own = self.plugin_values(plugin.load(name), name)
+        own = self.plugin_values(plugin.load(name))
         return {} if own is self else dict(vars(own))
 
 
@@ -362,7 +330,7 @@ class GroupOptions:
 
 
 @dataclass
-class CreditOptions(PluginOptions):
+class CreditOptions(PerturbationOptions):
     """Token credit: the share of the advantage that each token gets."""
 
     # fmt: off
@@ -388,6 +356,30 @@ class CreditOptions(PluginOptions):
     entropy_penalty_coef: float = option(0.06, "Weight of the entropy penalty.", ge=0, needs="use_entropy_penalty")
     # fmt: on
 
+    def check_plugins(self) -> None:
+        """Switch the named rules of this library on; raise `ConfigError` for plug-ins that cannot be used."""
+        named = [name for name in self.credit_rules or () if name in RULES]
+        if {"perception_filter", "perception_weights"} <= set(named):
+            raise ConfigError("credit_rules has perception_filter and perception_weights: give one of them.")
+        for name in named:
+            vars(self).update(RULES[name])
+        perturbations = [*self.views, *getattr(self, "noisy_perturbations", ())]
+        plugins = [registries.perturbations.load(name) for name in perturbations if name not in PERTURBATIONS]
+        plugins += map(registries.views.load, self.row_views.values())
+        for kind in ("credit_rules", "signals", "loss_terms"):
+            given = vars(self)[kind] or ()
+            plugins += [vars(registries)[kind].load(name) for name in given if name not in RULES]
+            if len(set(map(short_name, given))) < len(given):
+                raise ConfigError(f"{kind} is {given}, where two have the same name: rename one.")
+        values = [self.plugin_values(plugin) for plugin in plugins]
+        known = sorted({name for own in values if own is not self for name in vars(own)})
+        for name in read_mapping("plugin_options", self.plugin_options).keys() - set(known):
+            raise ConfigError(
+                f"plugin_options has {name!r}, but the plug-ins named have {', '.join(known) or 'no options'}. "
+                "Options of rewards go to reward_function_kwargs, in Python to vgr_trl.rewards.load_reward."
+            )
+        self.readers()
+
     @property
     def needs_dependency(self) -> bool:
         """Whether a credit rule or signal reads the dependency on the image."""
@@ -407,7 +399,7 @@ class CreditOptions(PluginOptions):
 
 
 @dataclass
-class LossOptions(CreditOptions, PerturbationOptions):
+class LossOptions(CreditOptions):
     """Terms beside TRL's loss."""
 
     # fmt: off
@@ -444,11 +436,6 @@ class LossOptions(CreditOptions, PerturbationOptions):
                     raise ConfigError(f"The loss term {name} needs {need!r}, but terms can need {accepted}.")
                 found.setdefault(need, f"the loss term {name}")
         return found
-
-    @property
-    def needs_perturbed(self) -> bool:
-        """Whether the loss has a term that needs gradients through the perturbed image."""
-        return "perturbed" in self.term_needs()
 
 
 GAE = {"advantage_estimator": ("gae",)}
@@ -585,16 +572,15 @@ Conflicts = tuple[tuple[Callable[[Any], Any], str], ...]
 
 # fmt: off
 PERTURBATION_CONFLICTS: Conflicts = (
-    (lambda o: LOGPS_PREFIX + TEACHER in o.readers() and o.teacher_view is None,
-     "teacher_view is None with a credit rule or signal that compares with a teacher: give it, such as crop_to_box."),
-    (lambda o: o.teacher_view is None and not {"teacher", "teacher_top"}.isdisjoint(o.term_needs()),
-     "teacher_view is None with loss_terms {o.loss_terms}, which learn from a teacher: give it, such as crop_to_box."),
+    (lambda o: o.teacher_view is None
+        and not {LOGPS_PREFIX + TEACHER, "teacher", "teacher_top"}.isdisjoint({*o.readers(), *o.term_needs()}),
+     "teacher_view is None with a signal, credit rule or loss term of a teacher: give it, such as crop_to_box."),
     (lambda o: len(set(o.perturbations)) < len(o.perturbations),
      "further_perturbations is {o.further_perturbations}: give each perturbation once."),
     (lambda o: not {"entropy_penalty", "perception_loss", "entropy_loss"}.isdisjoint(o.loss_terms or ()),
      "loss_terms is {o.loss_terms}: switch terms of PAPO and VPPO on by their options, perception_loss_weight, "
      "der_loss_weight1, der_loss_weight2 and use_entropy_penalty."),
-    (lambda o: o.needs_perturbed and o.perturbation == REMOVE_IMAGE,
+    (lambda o: "perturbed" in o.term_needs() and o.perturbation == REMOVE_IMAGE,
      "perturbation is remove_image with a loss term on perturbed images, whose pass takes the same prompts with other "
      "images: give another perturbation, and this one as further_perturbations."),
     (lambda o: len(o.token_weights_clip) != 2 or not o.token_weights_clip[0] <= 1 <= o.token_weights_clip[1],
@@ -614,8 +600,7 @@ CONFLICTS: Conflicts = (
      "soft_punish_cache is {o.soft_punish_cache}: give at most max_completion_length, {o.max_completion_length}."),
     (lambda o: o.delta is not None and o.loss_type in RATIO_LOSSES
         and o.delta <= 1 + (o.epsilon if o.epsilon_high is None else o.epsilon_high),
-     "delta (clip_ratio_dual) is {o.delta}, which would also clip ratios of tokens with positive advantage: give a "
-     "number above 1 + epsilon_high, such as 3.0."),
+     "delta (clip_ratio_dual) is {o.delta}, which would also clip positive advantages: give above 1 + epsilon_high."),
     (lambda o: o.importance_sampling_level == "sequence" and o.loss_type not in ("cispo", "vespo")
         and (o.shapes_tokens or o.uses_critic),
      "importance_sampling_level is sequence with loss_type {o.loss_type}: the gradient would ignore token weights, "
@@ -623,14 +608,11 @@ CONFLICTS: Conflicts = (
     (lambda o: o.kl_coef > 0 and o.beta > 0,
      "kl_coef is {o.kl_coef} and beta is {o.beta}: give kl_coef, or beta (low_var_kl in the loss, as TRL has it)."),
     (lambda o: o.penalises_kl and o.multi_objective_aggregation != "sum_then_normalize",
-     "multi_objective_aggregation is {o.multi_objective_aggregation}, which would divide the KL in the rewards by its "
-     "deviation: use sum_then_normalize, or use_kl_loss."),
+     "multi_objective_aggregation {o.multi_objective_aggregation} would rescale the KL in rewards: set use_kl_loss."),
     (lambda o: o.uses_critic and o.replay_buffer_size > 0,
-     "advantage_estimator is gae with replay_buffer_size {o.replay_buffer_size}, whose groups would keep advantages "
-     "of an earlier critic: drop one."),
+     "replay_buffer_size is {o.replay_buffer_size}, but with gae groups keep an earlier critic's advantages: give 0."),
     (lambda o: o.uses_critic and o.critic_warmup > 0 and o.weight_decay > 0,
-     "critic_warmup is {o.critic_warmup} and weight_decay is {o.weight_decay}, which would move the policy in it: "
-     "set one to 0."),
+     "critic_warmup is {o.critic_warmup}, but weight_decay {o.weight_decay} would move the policy in it: give one 0."),
     (lambda o: o.torch_compile and (o.uses_critic or "hidden" in o.term_needs()),
      "torch_compile hides the hidden states that advantage_estimator gae or a loss term reads: drop one."),
     (lambda o: not o.filter_low < o.filter_high or (o.filter_mode == "quantile"
@@ -639,6 +621,8 @@ CONFLICTS: Conflicts = (
      "filter_mode quantile in [0, 1]."),
     (lambda o: o.eval_temperature == 0 and (o.num_generations_eval or o.num_generations or 1) > 1,
      "eval_temperature is 0, so all completions of a prompt would be alike: give num_generations_eval 1."),
+    (lambda o: o.noisy_generations > (o.num_generations or 0),
+     "noisy_generations is {o.noisy_generations}: give at most num_generations, {o.num_generations}."),
     (lambda o: o.noisy_decay == "exponential" and o.noisy_decay_coef >= 1,
      "noisy_decay_coef is {o.noisy_decay_coef} with noisy_decay exponential: give a number below 1, such as 0.95."),
     (lambda o: o.noisy_perturbation == REMOVE_IMAGE,

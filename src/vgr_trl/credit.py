@@ -211,7 +211,7 @@ def _plugin_weights(
     function, name, mask = registries.credit_rules.load(spec), short_name(spec), given[-1]
     rule, taken = f"the credit rule {spec}", inspect.signature(function).parameters
     named = {key: value for key, value in context.items() if key in taken}
-    result = function(*given, options.plugin_values(function, spec), **named)
+    result = function(*given, options.plugin_values(function), **named)
     credit, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     weights = credit.values if (adds := isinstance(credit, Added)) else credit
     if not isinstance(weights, Tensor) or weights.shape != mask.shape or not isinstance(metrics, Mapping):

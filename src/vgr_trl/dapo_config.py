@@ -12,7 +12,6 @@ from trl import GRPOConfig
 from vgr_trl.config import (
     SWITCHES,
     BlindOptions,
-    CreditOptions,
     CriticOptions,
     EfficiencyOptions,
     EvaluateOptions,
@@ -21,8 +20,6 @@ from vgr_trl.config import (
     LossOptions,
     MeasureOptions,
     NoisyOptions,
-    PerturbationOptions,
-    PluginOptions,
     ReportOptions,
     check_conflicts,
 )
@@ -35,12 +32,9 @@ _AT_LEAST_1 = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
 )  # fmt: skip
 _AT_LEAST_0 = ("epsilon", "delta", "learning_rate", "weight_decay", "max_grad_norm")
-_LIMITS = {  # of options of TRL and transformers that are otherwise checked only when used
-    **{name: {"ge": 1} for name in _AT_LEAST_1},
-    **{name: {"ge": 0} for name in _AT_LEAST_0},
-    "temperature": {"gt": 0},
-    "top_p": {"gt": 0, "le": 1},
-}
+# Limits of options of TRL and transformers that are otherwise checked only when used.
+_LIMITS = {name: {"ge": 1} for name in _AT_LEAST_1} | {name: {"ge": 0} for name in _AT_LEAST_0}
+_LIMITS |= {"temperature": {"gt": 0}, "top_p": {"gt": 0, "le": 1}}
 
 # Spellings of users' scripts, EasyR1 and verl -> the option they set, as a flag, in a file and in Python.
 SPELLINGS = {
@@ -102,14 +96,11 @@ class DAPOConfig(
     EfficiencyOptions,
     GroupOptions,
     LossOptions,
-    CreditOptions,
     CriticOptions,
     KLOptions,
     BlindOptions,
     NoisyOptions,
-    PerturbationOptions,
     MeasureOptions,
-    PluginOptions,
     GRPOConfig,
 ):
     """Options of `DAPOTrainer`: TRL's `GRPOConfig` with the defaults of DAPO, `vgr_trl.config`, and the options below.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
+from traceback import format_exception
 
 from packaging.version import Version
 
@@ -27,12 +28,8 @@ def printable(text: str) -> str:
     Line feeds and tabs stay, a carriage return before a line feed is dropped. The result cannot move the cursor of a
     terminal, nor show a line break that is none.
     """
-    return _HIDDEN.sub(lambda found: _escape(found[0]), text.replace("\r\n", "\n"))
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    text = text.replace("\r\n", "\n").replace("\r", "\\x0d")
+    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def error_text(error: BaseException, most: int = 200) -> str:
@@ -108,10 +105,7 @@ def naming_torchvision(model: str | None = None) -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError, RuntimeError) as error:
-        causes: list[BaseException] = [error]
-        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-            causes.append(cause)
-        text, build = " ".join(map(str, causes)), f"torch {version('torch')}"
+        text, build = "".join(format_exception(error, limit=0)), f"torch {version('torch')}"
         if re.search("torchvision::|custom C\\+\\+ ops", text):  # transformers hides it behind its own ImportError
             cure = "uv pip install --reinstall torch torchvision --torch-backend auto (pip install uv)"
             raise ConfigError(f"The installed torchvision is not the build for {build}: {cure}.") from error
@@ -130,17 +124,13 @@ def release(installed: str | None = None) -> Version:
 
 
 @cache
-def check_release(installed: str | None = None) -> None:
-    """Raise `UnsupportedTRLError` for a release of TRL without tests; warn once of a newer one with VGR_TRL_UNTESTED=1.
-
-    Args:
-        installed: version of TRL; None: the installed package's.
-    """
+def check_release() -> None:
+    """Raise `UnsupportedTRLError` for a TRL without tests; warn once of a newer one with VGR_TRL_UNTESTED=1."""
     first, end = SUPPORTED_TRL
-    if Version(first) <= release(installed) < Version(end):
+    if Version(first) <= release() < Version(end):
         return
-    tested, found = f"trl>={first},<{end}", f"TRL {installed or version('trl')} is installed, but vgr_trl"
-    is_newer = release(installed) >= Version(end)
+    tested, found = f"trl>={first},<{end}", f"TRL {version('trl')} is installed, but vgr_trl"
+    is_newer = release() >= Version(end)
     if is_newer and os.environ.get("VGR_TRL_UNTESTED") == "1":
         warnings.warn(f"{found} is tested with {tested} only: results may be wrong in silence.", stacklevel=2)
         return

@@ -250,20 +250,13 @@ class CompletionGenerator:
                 conversations = [prepare_multimodal_messages(conversation) for conversation in conversations]
             template: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
             fields = dict(self.processor.apply_chat_template(list(conversations), **template))
-        ids = fields.pop("input_ids")
+        inputs: dict[str, torch.Tensor] = {}
         fields.pop("attention_mask", None)
-        padded, mask = pad_rows(ids, self.pad_id, "left")
-        inputs = {"input_ids": padded, "attention_mask": mask}
+        inputs["input_ids"], inputs["attention_mask"] = pad_rows(fields.pop("input_ids"), self.pad_id, "left")
         for name, value in fields.items():
-            if isinstance(value, list) and value and isinstance(value[0], list):
-                inputs[name] = pad_rows(value, 0, "left")[0]  # one value per token
-            else:
-                inputs[name] = torch.as_tensor(value)
+            per_token = isinstance(value, list) and value and isinstance(value[0], list)
+            inputs[name] = pad_rows(value, 0, "left")[0] if per_token else torch.as_tensor(value)
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
-
-    def generate_greedy(self, inputs: dict[str, torch.Tensor]) -> list[str]:
-        """Return the greedy completion of each prompt."""
-        return self._generate(inputs, do_sample=False)
 
     def sample(self, inputs: dict[str, torch.Tensor], count: int, temperature: float) -> list[list[str]]:
         """Sample completions of each prompt, without top-k or top-p.
@@ -276,10 +269,16 @@ class CompletionGenerator:
         if count == 0:
             return [[] for _ in inputs["input_ids"]]
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "num_return_sequences": count}
-        texts = self._generate(inputs, **sampling)
+        texts = self.generate(inputs, **sampling)
         return [texts[start : start + count] for start in range(0, len(texts), count)]
 
-    def _generate(self, inputs: dict[str, torch.Tensor], **sampling: Any) -> list[str]:
+    def generate(self, inputs: dict[str, torch.Tensor], **sampling: Any) -> list[str]:
+        """Return the completions of all prompts, decoded.
+
+        Args:
+            inputs: inputs of `encode_prompts`.
+            sampling: arguments of `GenerationConfig`.
+        """
         declared = self.model.generation_config.eos_token_id
         declared = [declared] if isinstance(declared, int) else declared or []
         image_id = getattr(self.model.config, "image_token_id", None)
@@ -352,11 +351,12 @@ def evaluate(
         for start in tqdm(range(0, len(rows), batch_size), desc=title, disable=not progress):
             batch = [rows[index] for index in range(start, min(start + batch_size, len(rows)))]
             inputs = generator.encode_prompts([build_conversation(row, blank_images, system_prompt) for row in batch])
-            greedy, sampled = generator.generate_greedy(inputs), generator.sample(inputs, num_samples, temperature)
+            greedy = generator.generate(inputs, do_sample=False)
+            sampled = generator.sample(inputs, num_samples, temperature)
             graded = [grade(*each) for each in zip(batch, greedy, sampled, strict=True)]
             if blind and not blank_images and any(images_of(row) for row in batch):
                 blanked = generator.encode_prompts([build_conversation(row, True, system_prompt) for row in batch])
-                for record, row, text in zip(graded, batch, generator.generate_greedy(blanked), strict=True):
+                for record, row, text in zip(graded, batch, generator.generate(blanked, do_sample=False), strict=True):
                     record["correct_blind"] = grade_completions(row, [text])[0]
             records += graded
     greedy = [record["greedy"] for record in records]
@@ -368,13 +368,12 @@ def evaluate(
 
 def print_scores(results: Mapping[str, Evaluation]) -> None:
     """Print a table with a row per model for all questions and for each group."""
-    first, has_several = next(iter(results.values())), len(results) > 1
+    k, has_several = next(iter(results.values())).k, len(results) > 1
     rewards = list(dict.fromkeys(name for result in results.values() for name in result.rewards))
-    numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{first.k}", f"pass@{first.k}"]
-    table = Table(
-        *(Column(heading, overflow="fold") for heading in ("", *["model"] * has_several)),
-        *(Column(heading, overflow="fold", justify="right") for heading in (*numbers, "format", *rewards)),
-    )
+    numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{k}", f"pass@{k}"]
+    columns = [Column(heading, overflow="fold") for heading in ("", *["model"] * has_several)]
+    columns += [Column(heading, overflow="fold", justify="right") for heading in (*numbers, "format", *rewards)]
+    table = Table(*columns)
     for group in (None, *dict.fromkeys(name for result in results.values() for name in result.groups)):
         for model, result in results.items():
             scores: AnswerScores | None = result if group is None else result.groups.get(group)

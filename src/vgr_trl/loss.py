@@ -623,7 +623,7 @@ def auxiliary_loss(trainer: "ConstructedTrainer", passed: "TrainingPass") -> tup
 
 def _compute_term(name: str, function: Any, given: TermInputs, args: LossOptions) -> Tensor:
     """Return a loss term (N, T), 0 outside the mask; raise `DataError` if it is no such tensor."""
-    term = function(given, args.plugin_values(function, name))
+    term = function(given, args.plugin_values(function))
     if not isinstance(term, Tensor) or term.shape != given.mask.shape:
         found = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
         raise DataError(f"The loss term {name} returned {found}: return a tensor {tuple(given.mask.shape)}.")

@@ -36,12 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_launched = any(name in os.environ for name in (_LAUNCHED_VARIABLE, "LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK"))
     try:
         stated, kept = read_configuration(arguments)
-        command = None if stated is None or is_launched else _build_launch_command(_accept(stated, kept), given)
+        command = None if stated is None or is_launched else _build_launch_command(stated, kept, given)
+        if stated is None and not any(argument.startswith(("--config", "--help", "-h")) for argument in arguments):
+            raise ConfigError("config= is missing: give config=FILE.yaml, a configuration of EasyR1 or MTRL.")
     except ConfigError as error:
         print(error, file=sys.stderr)
-        return 1
-    if stated is None and not any(argument.startswith(("--config", "--help", "-h")) for argument in arguments):
-        print("config= is missing: give config=FILE.yaml, a configuration of EasyR1 or MTRL.", file=sys.stderr)
         return 1
     if command is None:
         return run_command(["train", *arguments])
@@ -51,19 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return subprocess.run(command, env=environment, check=False).returncode
 
 
-def _accept(stated: Mapping[str, Any], flags: Sequence[str]) -> Conversion:
-    """Return the converted configuration, or raise `ConfigError` for keys that would stop the processes."""
-    found, names = convert(stated), {flag.partition("=")[0] for flag in flags}
-    found.check("--ignore_unknown_keys" in names, "--reward_funcs" in names, bool(found["trainer.val_only"]))
-    return found
-
-
-def _build_launch_command(found: Conversion, given: Sequence[str]) -> list[str] | None:
+def _build_launch_command(stated: Mapping[str, Any], flags: Sequence[str], given: Sequence[str]) -> list[str] | None:
     """Return the command that starts the processes, or None if this process is enough.
 
+    Args:
+        stated: the configuration.
+        flags: the flags beside it.
+        given: all arguments, which the processes get.
+
     Raises:
-        ConfigError: this machine has too few GPUs, there are several nodes, or a GPU cannot hold policy and critic.
+        ConfigError: a key would stop the processes, this machine has too few GPUs, there are several nodes, or a GPU
+            cannot hold policy and critic.
     """
+    found, names = convert(stated), {flag.partition("=")[0] for flag in flags}
+    found.check("--ignore_unknown_keys" in names, "--reward_funcs" in names, bool(found["trainer.val_only"]))
     nodes, processes = found.read_integer(_NODES_KEY), found.read_integer(_GPUS_KEY)
     if _GPUS_KEY not in found.stated:
         processes = max(1, min(torch.cuda.device_count(), processes))
@@ -72,11 +72,8 @@ def _build_launch_command(found: Conversion, given: Sequence[str]) -> list[str] 
     if "--use_cpu" in given and nodes == 1:
         launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     elif (gpus := torch.cuda.device_count()) < processes:
-        name = found.name(_GPUS_KEY)
-        raise ConfigError(
-            f"{name} is {processes}, but this machine has {gpus} GPUs: give {name}={max(gpus, 1)}, which keeps the "
-            "batch sizes, or --use_cpu."
-        )
+        name, cure = found.name(_GPUS_KEY), f"{max(gpus, 1)}, which keeps the batch sizes, or --use_cpu"
+        raise ConfigError(f"{name} is {processes}, but this machine has {gpus} GPUs: give {cure}.")
     else:
         launch = ["accelerate.commands.launch", "--num_processes", str(nodes * processes), "--num_machines", str(nodes)]
         launch += _choose_engine_flags(found, given)
@@ -92,11 +89,9 @@ def _build_launch_command(found: Conversion, given: Sequence[str]) -> list[str] 
 
 def _choose_engine_flags(found: Conversion, given: Sequence[str]) -> list[str]:
     """Return accelerate flags: FSDP with the configured sharding, or DDP if each process needs all parameters."""
-    strategy = str(found[_STRATEGY_KEY]).upper()
-    if strategy not in (*_RESHARD_FLAGS, "NO_SHARD"):
-        raise ConfigError(
-            f"{found.name(_STRATEGY_KEY)} is {found[_STRATEGY_KEY]!r}: give {', '.join(_RESHARD_FLAGS)} or NO_SHARD."
-        )
+    strategy, accepted = str(found[_STRATEGY_KEY]).upper(), (*_RESHARD_FLAGS, "NO_SHARD")
+    if strategy not in accepted:
+        raise ConfigError(f"{found.name(_STRATEGY_KEY)} is {found[_STRATEGY_KEY]!r}: give {', '.join(accepted)}.")
     has_critic = found["algorithm.adv_estimator"] == "gae" and not re.search("--critic[= ]head", " ".join(given))
     if has_critic or strategy == "NO_SHARD":
         if has_critic and not found["worker.actor.model.lora.rank"]:

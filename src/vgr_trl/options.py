@@ -68,10 +68,8 @@ def check_options(options: Any, limits: Mapping[str, Mapping[str, Any]] | None =
     for each in fields(options):
         value, hint = getattr(options, each.name), hints[each.name]
         known = each.metadata if "needs" in each.metadata else (limits or {}).get(each.name)
-        if known is not None:
-            check_value(each.name, value, hint, **{bound: known.get(bound) for bound in _BOUNDS})
-        elif value is None and hint in (int, float):
-            check_value(each.name, value, hint)
+        if known is not None or (value is None and hint in (int, float)):
+            check_value(each.name, value, hint, **{bound: (known or {}).get(bound) for bound in _BOUNDS})
 
 
 @dataclass
@@ -105,8 +103,8 @@ def check_value(name: str, value: Any, hint: Any, **bounds: float | None) -> Non
     elif kind is bool:
         correct, accepted = isinstance(value, bool), "True or False"
     elif kind in (int, float):
-        correct = isinstance(value, Integral if kind is int else Real) and is_number(value)
-        correct = correct and all(_BOUNDS[bound][0](value, limit) for bound, limit in within.items())
+        correct = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        correct = correct and math.isfinite(value) and all(_BOUNDS[each][0](value, within[each]) for each in within)
         limits = " and ".join(_BOUNDS[bound][1].format(limit) for bound, limit in within.items())
         accepted = f"{'an integer' if kind is int else 'a number'} {limits}".strip()
     else:
@@ -121,11 +119,6 @@ def read_mapping(name: str, given: Any) -> dict[str, Any]:
         return dict(json.loads(given) if isinstance(given, str) else given or {})
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{name} is {given!r}: give a JSON object ({error}).") from error
-
-
-def is_number(value: Any) -> bool:
-    """Whether `value` is a finite number and not a bool."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def changed_options(options: Any) -> dict[str, Any]:
@@ -151,14 +144,11 @@ def options_in_effect(options: Any, names: Collection[str]) -> dict[str, str]:
 
     Used options that need another option follow, whatever their value.
     """
-    used = {
-        each.name: each
-        for each in fields(options)
-        if each.name in names and vars(options)[each.name] is not None and _why_unused(options, each) is None
-    }
-    changed = [name for name in used if name in changed_options(options)]
-    needing = [name for name, each in used.items() if name not in changed and _needs(each) not in (None, *FACTS)]
-    return {name: used[name].metadata["help"] for name in (*changed, *needing)}
+    given = [each for each in fields(options) if each.name in names and vars(options)[each.name] is not None]
+    used, changed = [each for each in given if _why_unused(options, each) is None], changed_options(options)
+    shown = [each for each in used if each.name in changed]
+    shown += [each for each in used if each.name not in changed and _needs(each) not in (None, *FACTS)]
+    return {each.name: each.metadata["help"] for each in shown}
 
 
 RATIO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "luspo")  # losses that clip importance ratios below and above
@@ -179,29 +169,27 @@ _TRL_NEEDS: Mapping[str, Needs] = {  # needs of TRL's options, by name or prefix
 
 
 def _needs(each: Field[Any]) -> Needs | None:
-    if "needs" in each.metadata:
-        return each.metadata["needs"]  # type: ignore[no-any-return]
-    return _TRL_NEEDS.get(each.name) or _TRL_NEEDS.get(each.name.partition("_")[0])
+    of_trl = _TRL_NEEDS.get(each.name) or _TRL_NEEDS.get(each.name.partition("_")[0])
+    return each.metadata.get("needs", of_trl)  # type: ignore[no-any-return]
 
 
 def _why_unused(options: Any, each: Field[Any], absent: Collection[str] = ()) -> str | None:
     """Return why an option is unused, which it is if all options it may need are off or unused; else None."""
-    needs, reasons = _needs(each), []
-    if needs is None or callable(needs):
-        return None if needs is None else needs(options)
+    needs, reasons = _needs(each) or {}, []
+    if callable(needs):
+        return needs(options)
     wanted: Mapping[str, Any] = {needs: True} if isinstance(needs, str) else needs
     for name, values in wanted.items():
         if name in FACTS:
             why = FACTS[name] if name in absent else None
-        else:
+        elif (why := _why_unused(options, type(options).__dataclass_fields__[name], absent)) is None:
             value = vars(options)[name]
             is_met = bool(value) if values is True else value in values
-            why = _why_unused(options, type(options).__dataclass_fields__[name], absent)
-            why = why or (None if is_met else f"{name} is {value}")
+            why = None if is_met else f"{name} is {value}"
         if why is None:
             return None
         reasons.append(why)
-    return " and ".join(dict.fromkeys(reasons))
+    return " and ".join(dict.fromkeys(reasons)) or None
 
 
 def _default(each: Field[Any]) -> Any:

@@ -1,10 +1,11 @@
 """Replace attributes and methods of objects, and restore the random state, for the duration of a block."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import update_wrapper
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from vgr_trl.errors import ConfigError
 
@@ -12,8 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@contextmanager
-def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched_attribute(owner: Any, name: str, value: Any) -> AbstractContextManager[Any]:
     """Set an attribute for the duration, and delete it afterwards if it was not there before.
 
     Args:
@@ -21,25 +21,12 @@ def patched_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
         name: name of the attribute.
         value: its value for the duration.
     """
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+    return mock.patch.object(owner, name, value, create=True)
 
 
-@contextmanager
-def patched_attributes(owner: Any, **values: Any) -> Iterator[None]:
+def patched_attributes(owner: Any, **values: Any) -> AbstractContextManager[Any]:
     """Set several attributes of an object as `patched_attribute` sets one."""
-    with ExitStack() as stack:
-        for name, value in values.items():
-            stack.enter_context(patched_attribute(owner, name, value))
-        yield
+    return mock.patch.multiple(owner, create=True, **values) if values else nullcontext()
 
 
 @contextmanager

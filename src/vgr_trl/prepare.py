@@ -114,10 +114,9 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
     needs_solution = any(map(reads_solution, trainer.reward_funcs))
     boxes = reads_boxes(trainer.args, trainer.reward_funcs)
 
-    def ready(dataset: Any, split: str, part: str | None) -> Any:
+    def ready(dataset: Any, split: str) -> Any:
         if not isinstance(dataset, Dataset | IterableDataset) or dataset in PREPARED_STREAMS:
             return dataset
-        split = split if part is None else f"{split} {part}"
         if isinstance(dataset, Dataset) and (prepared_transform(dataset) or not is_repeatable(dataset)):
             return _drop_bad_rows(dataset, split, special, boxes)
         rows = undecoded(dataset.with_format(None))
@@ -136,20 +135,18 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
     change_data(trainer, ready)
 
 
-def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str, str | None], Any]) -> None:
+def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str], Any]) -> None:
     """Replace the train data and every part of the eval data of a trainer.
 
     Args:
-        change: takes a dataset, `train` or `eval`, and the name of the part if there are several.
+        change: takes a dataset and its name: `train`, `eval`, or `eval` with the name of the part.
     """
-
-    def changed(dataset: Any, split: str) -> Any:
-        if isinstance(dataset, dict):
-            return type(dataset)({name: change(part, split, name) for name, part in dataset.items()})
-        return None if dataset is None else change(dataset, split, None)
-
-    trainer.train_dataset = changed(trainer.train_dataset, "train")
-    trainer.eval_dataset = changed(trainer.eval_dataset, "eval")
+    trainer.train_dataset, evaluation = change(trainer.train_dataset, "train"), trainer.eval_dataset
+    if isinstance(evaluation, dict):
+        parts = {name: change(part, f"eval {name}") for name, part in evaluation.items()}
+        trainer.eval_dataset = type(evaluation)(parts)
+    elif evaluation is not None:
+        trainer.eval_dataset = change(evaluation, "eval")
 
 
 def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
@@ -228,8 +225,8 @@ def check_data(trainer: ConstructedTrainer, measured_columns: Sequence[str]) -> 
 
         lengths = PromptLengths(trainer.processing_class, **template_options(trainer))
 
-        def drop_long(dataset: Any, split: str, part: str | None) -> Any:
-            return drop_long_prompts(dataset, lengths, limit, part or split, partial(count_dropped, split))
+        def drop_long(dataset: Any, split: str) -> Any:
+            return drop_long_prompts(dataset, lengths, limit, split, partial(count_dropped, split))
 
         change_data(trainer, drop_long)
     data, prompts = trainer.train_dataset, trainer.args.prompts_per_rollout

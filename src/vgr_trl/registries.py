@@ -85,19 +85,13 @@ def _make_importable(folder: str) -> None:
     importlib.invalidate_caches()
 
 
-def import_attribute(
-    spec: str,
-    kind: str,
-    error_type: type[VGRError] = ConfigError,
-    is_meant: Callable[[Any], bool] = inspect.isfunction,
-) -> Any:
+def import_attribute(spec: str, kind: str, error_type: type[VGRError] = ConfigError) -> Any:
     """Import the object that a dotted path (`my_package.my_module.my_name`) or a file (`my_file.py:my_name`) names.
 
     Args:
         spec: a dotted path, or a file, absolute or relative to the working directory.
         kind: kind of plug-in, for messages.
         error_type: raised if the module cannot be imported or has no such name.
-        is_meant: whether an object of the module can be such a plug-in, for the message.
     """
     path, _, attribute = spec.rpartition(":" if ":" in spec else ".")
     if path.endswith(".py"):
@@ -109,7 +103,7 @@ def import_attribute(
     try:
         return getattr(module, attribute)
     except AttributeError:
-        names = [key for key, value in vars(module).items() if is_meant(value) and key[0] != "_"]
+        names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         accepted = ", ".join(names) or "another module"
         raise error_type(f"{path} has no {kind} {attribute!r}: give one of {accepted}.") from None
 
@@ -159,44 +153,31 @@ class Registry:
             VGRError: the name is unknown or registered twice, the import fails, or the object is not a function; of the
                 registry's `error_type`.
         """
-        if not isinstance(spec, str):
-            return self.check_function(spec, repr(spec))
-        name = spec.strip()
-        if ":" not in name and ("." not in name or name in self.names()):
-            return self.check_function(self._find(name), repr(name))
-        return self.check_function(import_attribute(name, self.kind, self.error_type), repr(name))
-
-    def check_function(self, plugin: Any, shown: str) -> Any:
-        """Return the plug-in; raise if it is not a function.
-
-        Args:
-            plugin: the object.
-            shown: its name in the message.
-        """
+        plugin = spec
+        if isinstance(spec, str):
+            name = spec.strip()
+            is_path = ":" in name or ("." in name and name not in self.names())
+            plugin = import_attribute(name, self.kind, self.error_type) if is_path else self._find(name)
         if not callable(plugin) or inspect.isclass(plugin):
-            raise self.error_type(f"The {self.kind} {shown} is of type {type(plugin).__name__}: give a function.")
+            raise self.error_type(f"The {self.kind} {spec!r} is of type {type(plugin).__name__}: give a function.")
         return plugin
 
     def _find(self, name: str) -> Any:
         importlib.import_module(self.module)
-        entries = {entry.value: entry for entry in entry_points(group=self.group, name=name)}
-        if name in self._own:  # this library's plug-ins are entry points too
-            entries = {value: entry for value, entry in entries.items() if not value.startswith("vgr_trl.")}
+        found = entry_points(group=self.group, name=name)  # plug-ins of this library are entry points too
+        entries = {entry.value: entry for entry in found if not entry.value.startswith("vgr_trl.")}
         owners = ["vgr_trl"] * (name in self._own) + list(entries)
         if len(owners) > 1:
-            raise self.error_type(
-                f"The {self.kind} {name!r} is registered more than once, by {' and by '.join(owners)}: give "
-                f"the one you mean as a dotted path, such as {owners[1].replace(':', '.')}."
-            )
+            problem = f"The {self.kind} {name!r} is registered more than once, by {' and by '.join(owners)}"
+            raise self.error_type(f"{problem}: give a dotted path, such as {owners[1].replace(':', '.')}.")
         if name in self._own:
             return self._own[name]
         if not entries:
             nearest = get_close_matches(name, self.names(), n=1)
             meant = f". Did you mean {nearest[0]}? Else give" if nearest else ": give"
-            raise self.error_type(
-                f"There is no {self.kind} {name!r}{meant} one of {', '.join(self.names())}, a dotted path "
-                "(my_package.my_module.my_function) or a file (my_file.py:my_function)."
-            )
+            problem = f"There is no {self.kind} {name!r}{meant} one of {', '.join(self.names())}"
+            others = "a dotted path (my_package.my_module.my_function) or a file (my_file.py:my_function)"
+            raise self.error_type(f"{problem}, {others}.")
         with _naming_import_errors(owners[0], self.kind, self.error_type):
             return entries[owners[0]].load()
 
@@ -247,26 +228,23 @@ def is_measured_after_rewards(name: str) -> bool:
     return name in ("dependency", "shift", "views") or name.startswith(LOGPS_PREFIX)
 
 
-def find_measurements(names: Iterable[str]) -> list[str]:
+def find_measurements(names: Iterable[str], within: Sequence[str] = ()) -> list[str]:
     """Return the measurements that signals read, directly or through other signals.
 
     Args:
         names: names of signals.
+        within: signals that read these, the nearest last.
 
     Raises:
         ConfigError: a signal is not found or depends on itself.
     """
-    return list(dict.fromkeys(name for chain in map(_find_measurements, names) for name in chain))
-
-
-def _find_measurements(name: str, within: tuple[str, ...] = ()) -> Iterator[str]:
-    if name in within:
-        raise ConfigError(f"The signal {name} needs itself ({' needs '.join([*within, name])}): remove one dependency.")
-    if is_measurement(name):
-        yield name
-        return
-    for need in needed_signals(signals.load(name)):
-        yield from _find_measurements(need, (*within, name))
+    found: list[str] = []
+    for name in names:
+        chain = [*within, name]
+        if name in within:
+            raise ConfigError(f"The signal {name} needs itself ({' needs '.join(chain)}): remove one dependency.")
+        found += [name] if is_measurement(name) else find_measurements(needed_signals(signals.load(name)), chain)
+    return list(dict.fromkeys(found))
 
 
 def build_options(options: type, given: Mapping[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Facts of a run, read once off the trainer, and the features that are planned from them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ class RunFacts:
         completion_maker: the option by which a completion is more than an answer to its prompt, or None.
         train_columns: columns of the train data; None: a stream that does not list them.
         has_images: whether the data have a column of images, or may have.
-        evaluates: whether there are evaluation data.
         generation: options of generation by transformers, with the model's defaults; empty with vLLM.
         has_router_loss: whether the loss has the load-balancing term of a mixture of experts.
         zero_stage: of DeepSpeed; 0 without it.
@@ -37,12 +36,9 @@ class RunFacts:
     processor: Any
     is_vlm: bool
     rewards: Mapping[str, Any]
-    tools: Sequence[Callable[..., Any]]
     completion_maker: str | None
     train_columns: Sequence[str] | None
     has_images: bool
-    evaluates: bool
-    use_vllm: bool
     generation: Mapping[str, Any]
     has_router_loss: bool
     zero_stage: int
@@ -102,13 +98,10 @@ def read_facts(trainer: ConstructedTrainer) -> RunFacts:
         processor=trainer.processing_class,
         is_vlm=trainer._is_vlm,
         rewards=dict(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)),
-        tools=trainer.tools,
         completion_maker=maker,
         train_columns=column_names(trainer.train_dataset),
         has_images=maker in ("environment_factory", "tools")
         or any(column_names(dataset) is None or image_columns(dataset) for _, dataset in datasets),
-        evaluates=trainer.eval_dataset is not None,
-        use_vllm=trainer.use_vllm,
         generation={} if trainer.use_vllm else prepare(trainer.generation_config)[0].to_dict(),
         has_router_loss=trainer.aux_loss_enabled,
         zero_stage=0 if deepspeed is None else deepspeed.zero_stage,

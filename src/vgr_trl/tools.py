@@ -86,7 +86,7 @@ def load_environment(spec: str) -> Any:
     if "." not in spec:
         others = "a dotted path (my_package.tools.MyTools) or a file (my_tools.py:MyTools)"
         raise ConfigError(f"environment is {spec!r}: give {' or '.join(ENVIRONMENTS)}, {others}.")
-    found = import_attribute(spec, "environment", is_meant=inspect.isclass)
+    found = import_attribute(spec, "environment")
     if not inspect.isclass(found):
         raise ConfigError(f"environment is {spec}, which is of type {type(found).__name__}: give a class.")
     return found

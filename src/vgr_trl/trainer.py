@@ -178,7 +178,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self._plan_passes(facts)
         self._add_state()
         self._add_callbacks()
-        self.idle_options = find_idle_options(facts, self.measurement.needed, self.reward_schedule.changes)
+        self.idle_options = find_idle_options(self)
         announce(self, facts)
 
     def _plan_passes(self, facts: RunFacts) -> None:

@@ -157,7 +157,7 @@ def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[
             if not is_measurement(need):
                 add(need)
         name = short_name(spec)
-        found.setdefault(name, NamedSignal(name, function, options.plugin_values(function, spec), requires))
+        found.setdefault(name, NamedSignal(name, function, options.plugin_values(function), requires))
 
     read = [need for rule in options.plugin_rules for need in needed_signals(registries.credit_rules.load(rule))]
     for spec in options.signals or ():

@@ -67,6 +67,7 @@ def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: Dummy
     noise, training = _why_noise(args), _why_plain_training(facts)
     spread, rows = _why_rollout_is_spread(args), why_rows_matter(facts, args.loss_type)
     unshared = "training does not share prompts" if training else None
+    fsdp = "FSDP" if facts.fsdp_version else None
     headless = "a model that is its own base" if base is causal else None
     sharded = "sharded parameters" if facts.is_sharded else None  # which FSDP does in `train()`
     router = "the load-balancing loss reads all tokens" if facts.has_router_loss else None
@@ -95,9 +96,7 @@ def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: Dummy
         skip_padding=Feature(off("skip_padding") or router or padding()),
         skip_head=Feature(off("skip_zero_advantage_tokens") or compiled or headless),
         skip_images=Feature(sharded or _why_images_run(base, dummy_image)),
-        pack_completions=Feature(
-            off("pack_completions") or unshared or why_not_pack(base) or _why_fsdp(facts) or padding()
-        ),
+        pack_completions=Feature(off("pack_completions") or unshared or why_not_pack(base) or fsdp or padding()),
         group_by_length=Feature(off("group_by_length") or noise or cut or rows),
         reuse_first_pass=Feature(off("reuse_first_pass") or _why_scored_before_training(facts, needed)),
     )
@@ -111,9 +110,9 @@ def _why_plain_generation(facts: RunFacts) -> str | None:
     args = facts.args
     return (
         _why_no_pass_shares(facts)
-        or ("vLLM shares prompts itself" if facts.use_vllm else None)
+        or ("vLLM shares prompts itself" if facts.args.use_vllm else None)
         or ("continuous batching" if args.use_transformers_continuous_batching else None)
-        or _why_fsdp(facts)
+        or ("FSDP" if facts.fsdp_version else None)
         or (why_not_static(facts.model.config) if args.cache_implementation == "static" else None)
         or why_not_share(facts.model, gradients=False)
     )
@@ -121,55 +120,53 @@ def _why_plain_generation(facts: RunFacts) -> str | None:
 
 def _why_plain_training(facts: RunFacts) -> str | None:
     """Return why training passes do not share prompts; `train()` wraps the model and turns checkpointing on."""
-    if why := _why_no_pass_shares(facts) or _why_compiled(facts):
-        return why
     base = base_of(causal_model(facts.model))
-    if _is_reentrant(facts) and (why := why_reentrant(base, facts.zero_stage == 3)):
-        return why
-    if facts.args.gradient_checkpointing and checkpoints_drop_caches():
-        return DROPS_CACHES
-    if facts.has_router_loss:
-        return "the load-balancing loss needs the router of every token"
-    if facts.fsdp_version == 1:
-        return "the first version of FSDP"
-    return why_not_share(facts.model, gradients=True)
+    return (
+        _why_no_pass_shares(facts)
+        or _why_compiled(facts)
+        or (why_reentrant(base, facts.zero_stage == 3) if _is_reentrant(facts) else None)
+        or (DROPS_CACHES if facts.args.gradient_checkpointing and checkpoints_drop_caches() else None)
+        or ("the load-balancing loss needs the router of every token" if facts.has_router_loss else None)
+        or ("the first version of FSDP" if facts.fsdp_version == 1 else None)
+        or why_not_share(facts.model, gradients=True)
+    )
 
 
 def _is_reentrant(facts: RunFacts) -> bool:
     if not facts.args.gradient_checkpointing:
         return recomputes_without_graph(facts.model, when_training=True)
-    options = facts.args.gradient_checkpointing_kwargs
-    return isinstance(options, dict) and bool(options.get("use_reentrant", False))
+    options: Any = facts.args.gradient_checkpointing_kwargs or {}
+    return bool(options.get("use_reentrant"))
 
 
 def _why_images_run(base: nn.Module, dummy_image: DummyImage | None) -> str | None:
     """Return why the vision tower runs the images of a micro-batch without loss."""
-    if not parts_of_tower(base):
-        return "a model without a vision tower"
-    if tower_trains(base) and dummy_image is None:
-        return "the vision tower trains, and cannot be called alone"
-    return None
+    return _first(
+        (not parts_of_tower(base), "a model without a vision tower"),
+        (tower_trains(base) and dummy_image is None, "the vision tower trains, and cannot be called alone"),
+    )
 
 
 def _why_scored_before_training(facts: RunFacts, needed: Mapping[str, str]) -> str | None:
     """Return why old log-probabilities do not come from the first training pass."""
-    args = facts.args
-    if facts.use_vllm and args.vllm_importance_sampling_correction:
-        return "the correction of vLLM's sampling compares with them"
-    if args.gradient_accumulation_steps % ((args.steps_per_generation or 1) * args.num_iterations) == 0:
-        return "there are none, as the policy does not change between generation and loss"
-    if why := _why_rollout_is_spread(args):
-        return why
-    if args.replay_buffer_size > 0:
-        return "replay_buffer_size keeps them"
-    for need in ("entropies", "dependency", "logps", "shift", "values"):
-        if need in needed:
-            return f"{needed[need]} needs the pass anyway"
-    random = args.neftune_noise_alpha or has_active_dropout(facts.model, when_training=True)
-    return "dropout, or the noise of NEFTune" if random else None
+    args, in_pass = facts.args, ("entropies", "dependency", "logps", "shift", "values")
+    cycle, random = (args.steps_per_generation or 1) * args.num_iterations, args.neftune_noise_alpha
+    reader = next((needed[need] for need in in_pass if need in needed), None)
+    return _why_rollout_is_spread(args) or _first(
+        (args.use_vllm and args.vllm_importance_sampling_correction, "vLLM's sampling is corrected by them"),
+        (args.gradient_accumulation_steps % cycle == 0, "the policy stays between generation and loss: there are none"),
+        (args.replay_buffer_size > 0, "replay_buffer_size keeps them"),
+        (reader, f"{reader} needs the pass anyway"),
+        (random or has_active_dropout(facts.model, when_training=True), "dropout, or the noise of NEFTune"),
+    )
 
 
 # Reasons shared by several features
+
+
+def _first(*reasons: tuple[Any, str]) -> str | None:
+    """Return the first reason whose condition holds, or None."""
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 def _why_noise(args: DAPOConfig) -> str | None:
@@ -188,19 +185,13 @@ def _why_compiled(facts: RunFacts) -> str | None:
     return "torch.compile" if facts.compiles or is_compiled(facts.model) else None
 
 
-def _why_fsdp(facts: RunFacts) -> str | None:
-    return "FSDP" if facts.fsdp_version else None
-
-
 def _why_completions_stay_whole(args: DAPOConfig) -> str | None:
     """Return why the loss of a token depends on the other tokens of its completion."""
-    if args.importance_sampling_level == "sequence":
-        return "importance_sampling_level is sequence, a ratio of whole completions"
-    if args.loss_type == "vespo":
-        return "vespo weighs by the ratio of whole completions"
-    if args.off_policy_mask_threshold is not None:
-        return "off_policy_mask_threshold compares whole completions"
-    return None
+    return _first(
+        (args.importance_sampling_level == "sequence", "importance_sampling_level is sequence"),
+        (args.loss_type == "vespo", "vespo weighs by the ratio of whole completions"),
+        (args.off_policy_mask_threshold is not None, "off_policy_mask_threshold compares whole completions"),
+    )
 
 
 def _why_rollout_is_spread(args: DAPOConfig) -> str | None:
@@ -210,16 +201,15 @@ def _why_rollout_is_spread(args: DAPOConfig) -> str | None:
 
 def find_every_token_option(args: DAPOConfig) -> str | None:
     """Return the first option that puts loss on tokens with zero advantage: a loss term or a critic."""
-    options = {
-        "beta": args.beta != 0,
-        "entropy_coef": args.entropy_coef != 0,
-        "use_adaptive_entropy": args.use_adaptive_entropy,
-        "top_entropy_quantile": args.top_entropy_quantile < 1,
-        **{f"the loss term {name}": True for name in args.terms},
-        "kl_coef": args.has_kl_loss,
-        "advantage_estimator": args.uses_critic,
-    }
-    return next((name for name, is_on in options.items() if is_on), None)
+    return _first(
+        (args.beta != 0, "beta"),
+        (args.entropy_coef != 0, "entropy_coef"),
+        (args.use_adaptive_entropy, "use_adaptive_entropy"),
+        (args.top_entropy_quantile < 1, "top_entropy_quantile"),
+        *((True, f"the loss term {name}") for name in args.terms),
+        (args.has_kl_loss, "kl_coef"),
+        (args.uses_critic, "advantage_estimator"),
+    )
 
 
 # Losses whose divisor does not depend on which rows share a micro-batch (read in TRL 1.16, and tested).
@@ -229,15 +219,13 @@ _REGROUPABLE_LOSSES = {"dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "lus
 def why_rows_matter(facts: RunFacts, loss_type: str) -> str | None:
     """Return why a loss depends on which rows share a micro-batch, or None if it does not."""
     args = facts.args
-    if loss_type not in _REGROUPABLE_LOSSES:
-        return f"the loss {loss_type} divides by the tokens of a micro-batch"
-    if args.entropy_coef != 0 or args.use_adaptive_entropy:
-        return "the entropy term is a mean over the tokens of a micro-batch"
-    if args.top_entropy_quantile < 1.0:
-        return "top_entropy_quantile is taken over the tokens of a micro-batch"
-    if facts.has_router_loss:
-        return "the load-balancing loss is taken over the tokens of a micro-batch"
-    return None
+    found = _first(
+        (loss_type not in _REGROUPABLE_LOSSES, f"the loss {loss_type}"),
+        (args.entropy_coef != 0 or args.use_adaptive_entropy, "the entropy term"),
+        (args.top_entropy_quantile < 1.0, "top_entropy_quantile"),
+        (facts.has_router_loss, "the load-balancing loss"),
+    )
+    return found and f"{found} is taken over the tokens of a micro-batch"
 
 
 def plan_dummy_image(facts: RunFacts, accelerator: Accelerator) -> DummyImage | None:
@@ -253,13 +241,12 @@ def plan_dummy_image(facts: RunFacts, accelerator: Accelerator) -> DummyImage | 
 def plan_vision(facts: RunFacts) -> VisionCache:
     """Return the cache of image features of a run, on or off."""
     base, megabytes = base_of(causal_model(facts.model)), facts.args.vision_cache_megabytes
-    reasons = {
-        "data without images": not facts.has_images,
-        "switched off": megabytes == 0,
-        "torch.compile": _why_compiled(facts),
-        "sharded parameters: every process has to call the vision tower equally often": facts.is_sharded,
-    }
-    why = next((reason for reason, holds in reasons.items() if holds), None)
+    why = _first(
+        (not facts.has_images, "data without images"),
+        (megabytes == 0, "switched off"),
+        (_why_compiled(facts), "torch.compile"),
+        (facts.is_sharded, "sharded parameters: every process has to call the vision tower equally often"),
+    )
     return VisionCache(base, megabytes, why or why_not_once(base))
 
 
@@ -289,27 +276,20 @@ def describe_sharing(features: Features, num_generations: int, passes: RowsPerPa
     return f"{sharing} In training, it is computed in each of its {parts} ({over.reason})."
 
 
-def warn_of_slow_generation(args: DAPOConfig, device: str) -> str | None:
-    """Return a warning that generation by transformers is slow on this GPU as configured, or None."""
-    engine = args.use_vllm or args.use_transformers_continuous_batching
-    if device != "cuda" or engine or args.cache_implementation is not None:
-        return None
-    cure = "set use_vllm, or cache_implementation=static, with which a 7B takes 1.7 s for 128 tokens, not 5.1 s"
-    return f"Kernel launches slow down generation by transformers: {cure}."
-
-
 def announce(trainer: ConstructedTrainer, facts: RunFacts) -> None:
     """Log in the main process where prompts are shared, and which options have no effect."""
     if not trainer.accelerator.is_main_process:
         return
-    features, group = trainer.features, trainer.num_generations
-    spread = describe_spread_groups(trainer.args, group, trainer.accelerator.num_processes)
+    features, args, group = trainer.features, trainer.args, trainer.num_generations
+    spread = describe_spread_groups(args, group, trainer.accelerator.num_processes)
     logger.warning(describe_sharing(features, group, trainer.rows_per_pass) + spread)
     logger.info(str(features))
     if features.share_training.enabled and _is_reentrant(facts):
         logger.warning("Passes that share prompts recompute layers with use_reentrant=False, plain ones with True.")
-    if warning := warn_of_slow_generation(facts.args, trainer.accelerator.device.type):
-        logger.warning(warning)
+    is_fast = args.use_vllm or args.use_transformers_continuous_batching or args.cache_implementation
+    if trainer.accelerator.device.type == "cuda" and not is_fast:
+        cure = "set use_vllm, or cache_implementation=static, with which a 7B takes 1.7 s for 128 tokens, not 5.1 s"
+        logger.warning(f"Kernel launches slow down generation by transformers: {cure}.")
     shared = features.share_generation.enabled or features.share_training.enabled
     if shared and has_active_dropout(facts.model, when_training=True):
         logger.warning("Where prompts are shared, the completions of a prompt share the dropout drawn over it.")
@@ -319,8 +299,7 @@ def announce(trainer: ConstructedTrainer, facts: RunFacts) -> None:
         logger.warning(f"{name} has no effect: {why}.")
 
 
-_LATE = ("dependency", "shift", "views", "perception")  # measured by the pass over perturbed images
-_OF_IMAGES = ("attention", "per_image", "similarity", "regions", "blind", *_LATE)
+_OF_IMAGES = ("attention", "per_image", "similarity", "regions", "blind", "dependency", "shift", "views", "perception")
 
 
 def plan_measurement(facts: RunFacts) -> Measurement:
@@ -349,7 +328,7 @@ def plan_measurement(facts: RunFacts) -> Measurement:
     top = int(args.teacher_view is not None and args.rollout_log_steps > 0 and not facts.is_sharded)
     top = args.teacher_top_k if "teacher_top" in needed else top
     layers = count_attention_layers(model) if "attention" in needed else 0
-    samples = args.attention_rows == "auto" and args.attention_source == "scoring" and not facts.tools
+    samples = args.attention_rows == "auto" and args.attention_source == "scoring" and not facts.completion_maker
     return Measurement(
         needed, ids, tuple(special_token_ids(facts.processor)), views, of_rows, top, named, layers, samples
     )
@@ -359,13 +338,10 @@ def find_needed_measurements(facts: RunFacts) -> dict[str, str]:
     """Return the measurements that are needed, each with the first reward, rule, signal or option that reads it."""
     args, needed = facts.args, dict[str, str]()
     for name, reward in facts.rewards.items():
-        if read := needed_signal_columns(reward) - {*(facts.train_columns or ())}:
-            needed.setdefault("attention", f"the reward {name}")
-            if PER_IMAGE in read:
-                needed.setdefault("per_image", f"the reward {name}")
-        if BLIND_ANSWERS in needed_signals(reward):
-            needed.setdefault("blind", f"the reward {name}")
-        for need in find_measurements([need for need in needed_signals(reward) if need != BLIND_ANSWERS]):
+        columns, signals = needed_signal_columns(reward) - {*(facts.train_columns or ())}, needed_signals(reward)
+        read = ["attention"] * bool(columns) + ["per_image"] * (PER_IMAGE in columns)
+        read += ["blind"] * (BLIND_ANSWERS in signals)
+        for need in (*read, *find_measurements([need for need in signals if need != BLIND_ANSWERS])):
             if is_measured_after_rewards(need):
                 raise ConfigError(f"The reward {name} needs {need}, measured after it: let a signal or rule read that.")
             needed.setdefault(need, f"the reward {name}")
@@ -400,32 +376,26 @@ def why_not_measured(facts: RunFacts, need: str, vision_tokens: Sequence[int]) -
     args, maker = facts.args, facts.completion_maker
     cache = facts.generation.get("cache_implementation")
     fixed = f"a {cache} cache" if cache in ALL_STATIC_CACHE_IMPLEMENTATIONS else None
-    backend = "vLLM" if facts.use_vllm else "beam search" if (facts.generation.get("num_beams") or 1) > 1 else fixed
-    backend = "continuous batching" if args.use_transformers_continuous_batching else backend
+    backend = "vLLM" if args.use_vllm else "beam search" if (facts.generation.get("num_beams") or 1) > 1 else fixed
+    backend = maker or ("continuous batching" if args.use_transformers_continuous_batching else backend)
     in_generation, inside = args.attention_source == "generate", need in ("attention", "similarity")
+    apart = {"regions": "regions", "per_image": "single images"}
     lacks_boxes = facts.train_columns is not None and {*BOX_COLUMNS}.isdisjoint(facts.train_columns)
     crops = need == "regions" or (need == "views" and "crop_to_box" in args.row_views.values())
     of_teacher = {TEACHER_IMAGES, PRIVILEGED_CONTEXT} & {*args.row_views.values()}
     lacking = ", ".join(of_teacher - {*(of_teacher if facts.train_columns is None else facts.train_columns)})
-    table: list[tuple[Any, str]] = [
+    why = _first(
         (maker == "rollout_func", "with rollout_func the tokens of a completion are not all the policy's answer to its "
          "prompt; switch one of the two off."),
-        (maker and need == "regions", f"boxes refer to the prompt's image, but {maker} may add images; switch "
-         "one of the two off."),
-        (maker and need == "blind", f"with {maker} a blind answer could still see the image; switch one of "
-         "the two off."),
-        (maker and need == "attention" and in_generation, f'attention_source is "generate" with {maker}, which '
-         'generates several times; use "scoring".'),
-        (need == "per_image" and in_generation, 'attention_source is "generate", which does not tell images apart; use '
-         '"scoring".'),
+        (maker and (need == "regions" or (need == "views" and args.row_views)),
+         f"boxes and views of rows are of the prompt's images, but {maker} may add images; switch one of the two off."),
+        (maker and need == "blind", f"with {maker} a blind answer could see the image; switch one of the two off."),
         (need in _OF_IMAGES and not facts.is_vlm,
          f"{type(facts.model).__name__} reads text only; use a vision-language model, or switch it off."),
         (need in _OF_IMAGES and not facts.has_images,
          "the data have no column `image` or `images`; add one, or switch it off."),
-        (need == "regions" and in_generation,
-         'attention_source is "generate", which does not know regions; use "scoring".'),
-        (maker and need == "views" and args.row_views, f"views of rows change the prompt's images, but {maker} may "
-         "add images; switch one of the two off."),
+        (need in apart and in_generation,
+         f'attention_source is "generate", which does not know {apart.get(need)}; use "scoring".'),
         (need == "views" and lacking, f"the data have no column {lacking}; add one, or use another view."),
         (crops and lacks_boxes,
          f"the data have neither of the columns {' and '.join(BOX_COLUMNS)}; add one, or switch it off."),
@@ -433,8 +403,7 @@ def why_not_measured(facts: RunFacts, need: str, vision_tokens: Sequence[int]) -
          "its processor; give it as vision_token_ids."),
         (need == "attention" and in_generation and backend,
          f'attention_source is "generate" with {backend}, where it cannot be measured; use "scoring".'),
-    ]  # fmt: skip
-    why = next((sentence for wrong, sentence in table if wrong), None)
+    )  # fmt: skip
     if inside and why is None and (why := why_not_measurable(facts.model)) is None and need == "similarity":
         hidden_state_number(args.hidden_similarity_layer, len(decoder_layers(find_decoder(facts.model))))
     return why

@@ -24,6 +24,7 @@ from vgr_trl.options import unused_options
 from vgr_trl.pixels import TOKEN_TYPES
 from vgr_trl.rewards.functions import gather_groups, needed_columns, scale_by_accuracy
 from vgr_trl.rewards.loading import RewardSchedule, is_reward_name, load_reward, replace_by_hard_negative
+from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.run_facts import RunFacts
 from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.sharing.model_support import causal_model
@@ -113,27 +114,25 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
     args, estimator, maker = facts.args, facts.args.advantage_estimator, facts.completion_maker
     aggregation, batching = args.multi_objective_aggregation, args.use_transformers_continuous_batching
     if aggregation != "sum_then_normalize" and (estimator != "grpo" or args.selects_groups):  # these read weighted sums
-        other = "replay_buffer_size, dynamic_sampling or online_filtering"
-        other = f"advantage_estimator {estimator}" if estimator != "grpo" else other
-        raise ConfigError(f"multi_objective_aggregation is {aggregation} with {other}: use sum_then_normalize.")
-    if estimator == "remax" and (maker or facts.use_vllm or batching):
-        other = maker or ("vLLM" if facts.use_vllm else "continuous batching")
+        needed = "advantage_estimator grpo without replay_buffer_size, dynamic_sampling and online_filtering"
+        raise ConfigError(f"multi_objective_aggregation is {aggregation}: use sum_then_normalize, or {needed}.")
+    if estimator == "remax" and (maker or args.use_vllm or batching):
+        other = maker or ("vLLM" if args.use_vllm else "continuous batching")
         raise ConfigError(f"advantage_estimator is remax with {other}, but needs transformers to generate: use rloo.")
-    of_transformers = {} if facts.use_vllm else args.generation_kwargs or {}
+    of_transformers = {} if args.use_vllm else args.generation_kwargs or {}
     if unknown := [name for name in of_transformers if name not in vars(GenerationConfig())]:
         raise ConfigError(f"generation_kwargs has {', '.join(unknown)}, which GenerationConfig of transformers lacks.")
     if facts.is_sharded and args.uses_critic and args.critic == "model":
         raise ConfigError("critic is model with ZeRO-3 or FSDP, but it needs whole parameters: use ZeRO-2, or head.")
-    by_head = dict.fromkeys(args.readers().get("shift", ()), True)
-    by_head |= {term: True for need, term in args.term_needs().items() if need == "teacher_top"}
-    for option, is_on in (by_head | {"kl_penalty is full": args.needs_full_kl}).items():
-        if facts.fsdp_version == 1 and is_on:
-            raise ConfigError(f"{option} with FSDP 1, but it needs the model's whole head: use fsdp_version 2.")
+    by_head = [*args.readers().get("shift", ()), *(["kl_penalty full"] if args.needs_full_kl else [])]
+    by_head += [term for need, term in args.term_needs().items() if need == "teacher_top"]
+    if facts.fsdp_version == 1 and by_head:
+        raise ConfigError(f"{by_head[0]} with FSDP 1, but it needs the model's whole head: use fsdp_version 2.")
     if maker == "rollout_func" and args.selects_groups:
         raise ConfigError(f"replay_buffer_size, dynamic_sampling and online_filtering cannot be used with {maker}.")
     if REMOVE_IMAGE in views and maker:
         raise ConfigError(f"Images are perturbed by remove_image with {maker}, which may add images: use mask_image.")
-    if args.perturb_images == "tools" and not facts.tools:
+    if args.perturb_images == "tools" and not maker:
         raise ConfigError('perturb_images is "tools", but the run has none: give tools, or "all".')
     cuts = (args.most_rows_per_pass or args.per_device_train_batch_size) < args.per_device_train_batch_size
     if args.max_tokens_per_micro_batch is not None or cuts:
@@ -150,21 +149,17 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
 
 def refuse_unfit_noise(facts: RunFacts) -> None:
     """Raise `ConfigError` if `noisy_generations` does not fit the data, the tools or the way of generation."""
-    args, noisy = facts.args, facts.args.noisy_generations
-    if noisy > (args.num_generations or 0):
-        raise ConfigError(
-            f"noisy_generations is {noisy} with num_generations {args.num_generations}: give at most that."
-        )
+    args = facts.args
+    vllm_corrects = args.use_vllm and args.vllm_importance_sampling_correction
     reasons = {
         "the data have no images": not facts.has_images,
-        "rollout_func and tools generate otherwise": facts.completion_maker == "rollout_func" or facts.tools,
+        "rollout_func and tools generate otherwise": facts.completion_maker,
         'attention_source "generate" would measure the noise': args.attention_source == "generate",
         "continuous batching takes no images": args.use_transformers_continuous_batching,
-        "vllm_importance_sampling_correction would compare perturbed with clean images": facts.use_vllm
-        and args.vllm_importance_sampling_correction,
+        "vllm_importance_sampling_correction would compare perturbed with clean images": vllm_corrects,
     }
     for why, holds in reasons.items():
-        if noisy and holds:
+        if args.noisy_generations and holds:
             raise ConfigError(f"noisy_generations cannot be used here, because {why}: switch one of the two off.")
 
 
@@ -193,13 +188,10 @@ def refuse_unfit_model(model: Any, processor: Any) -> None:
         cure = "load the adapter with PeftModel.from_pretrained(…, is_trainable=True)"
         raise ConfigError(f"No weight of {type(model).__name__} requires a gradient: {cure}, or unfreeze the model.")
     # PEFT looks for the cache under its old name: virtual tokens are left out of `generate`, or put before each token.
-    prompted = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
-    if (
-        prompted
-        and Version(version("transformers")) >= Version("5.24")
-        and Version(version("peft")) <= Version("0.21.2")
-    ):
-        found = f"transformers {version('transformers')} generates otherwise than peft {version('peft')} trains"
+    newer, older = version("transformers"), version("peft")
+    differ = Version(newer) >= Version("5.24") and Version(older) <= Version("0.21.2")
+    if differ and isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        found = f"transformers {newer} generates otherwise than peft {older} trains"
         raise ConfigError(f'{found} virtual tokens: pip install "transformers<5.24", or train LoRA.')
     # The processor pads its token types on the right, and TRL the prompts on the left: positions are silently wrong.
     reads_types = any(name in signature(type(causal_model(model)).forward).parameters for name in TOKEN_TYPES)
@@ -221,19 +213,15 @@ def check_head(device: torch.device, installed: str | None = None) -> None:
         raise UnsupportedTRLError(f'{found}: train on a GPU, or pip install "trl>=1.16".')
 
 
-def find_idle_options(facts: RunFacts, needed: Collection[str], changing_weights: bool) -> dict[str, str]:
-    """Return why each option of a run that is not at its default has no effect, by name.
-
-    Args:
-        needed: measurements of a rollout.
-        changing_weights: whether the reward weights change over the run.
-    """
+def find_idle_options(trainer: ConstructedTrainer) -> dict[str, str]:
+    """Return why each option of a run that is not at its default has no effect, by name."""
+    needed = trainer.measurement.needed
     present = {
         "attention": "attention" in needed,
         "similarity": "similarity" in needed,
         "blind_answers": "blind" in needed,
-        "changing_weights": changing_weights,
-        "evaluation": facts.evaluates,
-        "length_reward": any("overlong" in name for name in facts.rewards),
+        "changing_weights": trainer.reward_schedule.changes,
+        "evaluation": trainer.eval_dataset is not None,
+        "length_reward": any("overlong" in name for name in trainer.reward_func_names),
     }
-    return unused_options(facts.args, [name for name, holds in present.items() if not holds])
+    return unused_options(trainer.args, [name for name, holds in present.items() if not holds])
