@@ -13,9 +13,9 @@ from trl.trainer.utils import FusedCausalLMOutput
 from vgr_trl.advantages import gae, token_rewards, value_loss, whiten
 from vgr_trl.config import LEARNING_RATES
 from vgr_trl.errors import ConfigError
-from vgr_trl.loss import average_as_loss
+from vgr_trl.loss import TermInputs, average_as_loss
 from vgr_trl.metrics.step_metrics import Totals
-from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
+from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sampling.zero_variance import sum_task_rewards
 from vgr_trl.sharing.model_support import base_of, causal_model
@@ -145,15 +145,15 @@ class Critic:
             "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else float("nan"),
         }
 
-    def learn(self, passed: TrainingPass, weight: float) -> dict[str, float]:
+    def learn(self, passed: TermInputs, weight: float) -> dict[str, float]:
         """Back-propagate the value loss of a micro-batch, step at the end of an optimizer step, and return metrics.
 
         Args:
             passed: whose values are read, unless the critic is a model of its own.
             weight: of the mean loss in that of the micro-batch that it is a part of.
         """
-        inputs, trainer, args = passed.inputs, self.trainer, self.trainer.args
-        mask, values = valid_tokens(inputs).bool() & ~inputs["returns"].isnan(), passed.values
+        inputs, trainer, args = passed.batch, self.trainer, self.trainer.args
+        mask, values = passed.mask & ~inputs["returns"].isnan(), passed.scores.values
         if values is None:
             self.module.train()
             run_pass = trainer.passes.run_pass

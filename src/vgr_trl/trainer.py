@@ -21,7 +21,7 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.errors import RewardError, check_release
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
-from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
+from vgr_trl.loss import FullKL, KLControl, TermInputs, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
 from vgr_trl.metrics.step_metrics import OptimizerClock, StageClock, StepMetrics
 from vgr_trl.passes.loss_mask import Skipping
@@ -64,7 +64,6 @@ from vgr_trl.rewards.functions import WholeGroups
 from vgr_trl.rewards.loading import ScoredFile, collect_token_weights, wrap_reward
 from vgr_trl.rollout import (
     Rollout,
-    TrainingPass,
     describe_row,
     normalise_image_columns,
     refuse_files_in_prompts,
@@ -161,7 +160,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         rewards, self.reward_schedule = plan_rewards(reward_funcs, args, lambda: self.completions_per_prompt)
         self._purpose = Purpose.EVALUATION  # of the next pass that a method of TRL makes
         self._micro_batch: dict[str, Any] = {}  # inputs of TRL's loss while it runs
-        self._pass: TrainingPass | None = None  # the pass over them
+        self._pass: TermInputs | None = None  # the pass over them
         self._rewards_with_nan: set[str] = set()
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
         given = patched_attribute(args, "reward_weights", weights)
@@ -488,8 +487,10 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if trains:
             if old is not None:  # constants for tokens without loss, at a ratio of 1
                 logps = torch.where(scores.mask, logps, old.to(logps))
-            given = scores.hidden, scores.values, scores.rows_run
-            self._pass = TrainingPass(batch, model, logps, scores.mask, *given)
+            mask, states = valid_tokens(batch).bool(), scores.hidden
+            self._pass = TermInputs(
+                logps, mask, batch, hidden=states, model=model, temperature=self.temperature, scores=scores
+            )
         return logps, scores.entropies, scores.router_loss
 
     def _score_for_rollout(
@@ -524,11 +525,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             passed = self._pass
         if passed is None:  # a subclass has made the pass itself
             return loss * weight
-        self._log_metrics(
-            self.step_metrics.measure(
-                passed.inputs, passed.logps, self._metrics["train"], passed.loss_mask, passed.rows_run
-            )
-        )
+        measured = passed.logps, self._metrics["train"], passed.scores.mask, passed.scores.rows_run
+        self._log_metrics(self.step_metrics.measure(inputs, *measured))
         terms, metrics = auxiliary_loss(self, passed)
         loss = (loss + terms) * weight
         if self.critic is not None:
