@@ -24,7 +24,6 @@ from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count
 from vgr_trl.loss import FullKL, KLControl, TermInputs, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
 from vgr_trl.metrics.step_metrics import OptimizerClock, StageClock, StepMetrics
-from vgr_trl.passes.loss_mask import Skipping
 from vgr_trl.passes.micro_batches import join_micro_batches, loss_in_parts, plan_shuffle
 from vgr_trl.passes.run_pass import ForwardPasses, refuse_nan
 from vgr_trl.patches.trl import (
@@ -61,7 +60,7 @@ from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_ta
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.functions import WholeGroups
-from vgr_trl.rewards.loading import ScoredFile, collect_token_weights, wrap_reward
+from vgr_trl.rewards.loading import collect_token_weights, wrap_reward
 from vgr_trl.rollout import (
     Rollout,
     describe_row,
@@ -149,7 +148,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     pad_to_multiple_of: int | None
     _logs: dict[str, Any]
     further_prompts: Any = None
-    _rollouts: tuple[Rollout, ...] = ()  # nested, the current rollout last
+    _rollout: Rollout | None = None  # the current one; rollouts may be nested
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: DAPOConfig | None = None, *rest: Any, **options: Any
@@ -197,18 +196,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         )
         if self.features.share_over_micro_batches.enabled:
             self.shared_passes.lending = Lending(base_of(causal_model(self.model)))
-        self.passes = ForwardPasses(
-            plain=super()._get_per_token_logps_and_entropies,
-            policy=self.model,
-            args=self.args,
-            accelerator=self.accelerator,
-            clock=self.clock,
-            skipping=Skipping(self.features, bool(self.tools), self.pad_to_multiple_of),
-            rows=self.rows_per_pass,
-            vision_cache=self.vision_cache,
-            shared=self.shared_passes,
-            dummy_image=self.dummy_image,
-        )
+        self.passes = ForwardPasses(self, super()._get_per_token_logps_and_entropies)
         self.unexpanded = plan_unexpanded_prompts(self)
         self.pixels_unchecked = facts.args.check_pixels and facts.is_vlm and facts.has_images
         name_weights_as_saved(self)
@@ -217,7 +205,6 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     def _add_state(self) -> None:
         """Create the state that checkpoints save."""
         args = self.args
-        self.has_reward_files = any(isinstance(reward, ScoredFile) for reward in self.reward_funcs)
         self.zero_variance_streak = ZeroVarianceStreak(args)
         self.replay = Replay(self) if args.replay_buffer_size > 0 else None
         if args.dynamic_sampling == "resample":
@@ -281,7 +268,6 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; forget prompts that an interruption has left without their backward pass."""
-        self.shared_passes.reset()
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -371,11 +357,11 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                 if isinstance(reward, nn.Module) and undefined.any():
                     self._warn_of_nan(name, int(undefined.sum()))
             if self.reward_schedule.changes:  # comparable over the change of weights, unlike `reward`
-                self._log_metrics({LATE_REWARD: weighted_sums(rewards, self._late_weights()).nanmean().item()})
+                late = self._weights_with(self.reward_schedule.regular)
+                self._log_metrics({LATE_REWARD: weighted_sums(rewards, late).nanmean().item()})
             if rollout is not None:
                 rollout.rewards = rewards  # unweighted, (N of all, F)
-                if self.has_reward_files:
-                    rollout.token_weights = collect_token_weights(self.reward_funcs)
+                rollout.token_weights = collect_token_weights(self.reward_funcs)
             return rewards
 
     def _columns_for_rewards(self, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, list[Any]]:
@@ -454,8 +440,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         with self.clock.stage("perturbed"):
             record_noise(self, rollout)
             score_perturbed(self, rollout)
-        if self.has_reward_files:
-            keep_returned_weights(self, rollout)
+        keep_returned_weights(self, rollout)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -469,8 +454,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Run the pass for the purpose that the calling method has stated."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
         entropies, router_loss = (bool(inputs.pop(f"compute_{name}", False)) for name in ("entropy", "aux_loss"))
-        if self._purpose is Purpose.ROLLOUT:
-            scores = self._score_for_rollout(self._rollouts[-1], model, inputs, entropies)
+        if self._rollout is not None and self._purpose is Purpose.ROLLOUT:
+            scores = self._score_for_rollout(self._rollout, model, inputs, entropies)
             return (None, None, None) if scores is None else (scores.logps, scores.entropies, None)
         trains = self._purpose is Purpose.TRAINING and self._pass is None  # else a subclass makes a pass of its own
         batch = self._micro_batch
@@ -570,20 +555,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     # What the hooks and the functions they call share
 
-    @property
-    def _rollout(self) -> Rollout | None:
-        return self._rollouts[-1] if self._rollouts else None
-
     @contextmanager
     def new_rollout(self, rows: list[dict[str, Any]], **options: Any) -> Iterator[Rollout]:
         """Open a new rollout for the hooks in this block; rollouts may be nested."""
-        if not self._rollouts:
+        if self._rollout is None:
             self.vision_cache.clear()
-        self._rollouts = (*self._rollouts, Rollout(normalise_image_columns(rows), **options))
-        try:
-            yield self._rollouts[-1]
-        finally:
-            self._rollouts = self._rollouts[:-1]
+        rollout = Rollout(normalise_image_columns(rows), **options)
+        with patched_attribute(self, "_rollout", rollout):
+            yield rollout
 
     def score(
         self, batch: dict[str, Any], want: Want, model: nn.Module | None = None, *, purpose: Purpose = Purpose.ROLLOUT
@@ -635,21 +614,18 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     def _weights_of_mode(self) -> AbstractContextManager[Any]:
         """Set the reward weights of this step; evaluations have the late weights, so that their scores compare."""
-        if not self.reward_schedule.changes:
+        schedule, state = self.reward_schedule, self.state
+        if not schedule.changes:
             return nullcontext()
-        weights, state = self._late_weights(), self.state
         if not self.model.training:
-            return patched_attribute(self, "reward_weights", weights)
-        early = self.reward_schedule.early_steps(self.args.get_warmup_steps(state.max_steps), state.max_steps)
-        now = self.reward_schedule.weights_at(state.global_step, early)
-        weights[: len(now)] = torch.tensor(now)
-        self.reward_weights = weights
+            return patched_attribute(self, "reward_weights", self._weights_with(schedule.regular))
+        early = schedule.early_steps(self.args.get_warmup_steps(state.max_steps), state.max_steps)
+        self.reward_weights = self._weights_with(schedule.weights_at(state.global_step, early))
         return nullcontext()
 
-    def _late_weights(self) -> torch.Tensor:
-        weights, late = self.reward_weights.clone(), self.reward_schedule.regular
-        weights[: len(late)] = torch.tensor(late)
-        return weights
+    def _weights_with(self, of_task: Sequence[float]) -> torch.Tensor:
+        """Return the reward weights with others for the rewards of the task, which the KL follows."""
+        return torch.cat([self.reward_weights.new_tensor(of_task), self.reward_weights[len(of_task) :]])
 
     def _wrap_rewards(self, rollout: Rollout | None) -> list[Any]:
         """Wrap the reward functions, so that they return one number or None per completion, or an error names them.
