@@ -22,7 +22,7 @@ from vgr_trl.pixel_check import refuse_dropped_images
 from vgr_trl.pixels import image_tensors
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
-from vgr_trl.rows import ImagesOfRows, Prompts, Turns
+from vgr_trl.rows import Prompts, Turns
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.probe import GenerationProbe
 from vgr_trl.views.perturbed_pass import perturb_noisy_prompts, process_images
@@ -53,10 +53,9 @@ def generate(
         if trainer.pixels_unchecked and not rollout.blind:
             refuse_dropped_images(prompts, measurement.vision_token_ids)
         scores_all = measurement.scoring and not (measurement.samples and model.training)
-        if scores_all and not trainer.use_vllm:  # scoring reads the same pixels on the device
-            pixels = image_tensors(prompts.fields).get("pixel_values")
-            fields = {} if pixels is None else {"pixel_values": trainer._prepare_input(pixels)}
-            prompts = replace(prompts, fields={**prompts.fields, **fields})
+        pixels = image_tensors(prompts.fields).get("pixel_values")
+        if pixels is not None and scores_all and not trainer.use_vllm:  # scoring reads them on the device
+            prompts = replace(prompts, fields={**prompts.fields, "pixel_values": trainer._prepare_input(pixels)})
         rollout.prompts = prompts
         prompts = perturb_noisy_prompts(trainer, rollout)
         if rollout.noise is not None or rollout.blind:  # prompts differ within a group
@@ -122,10 +121,8 @@ def extract_description(text: str, tag: str, or_all: bool) -> str | None:
         tag: name of the tags.
         or_all: return the whole text if there are no tags, instead of None.
     """
-    _, opened, rest = text.partition(f"<{tag}>")
-    description, closed, _ = rest.partition(f"</{tag}>")
-    if opened and closed:
-        return description.strip()
+    if found := re.search(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL):
+        return found[1].strip()
     return text if or_all else None
 
 
@@ -151,9 +148,9 @@ def blind_conversation(template: str, question: str, description: str) -> list[d
         question: replaces `{question}`.
         description: replaces `{description}`.
     """
-    parts = re.split(r"(\{description\}|\{question\})", template)
-    known = {"{description}": description, "{question}": question}
-    return [{"role": "user", "content": "".join(known.get(part, part) for part in parts)}]
+    values = {"description": description, "question": question}
+    content = re.sub(r"\{(description|question)\}", lambda found: values[found[1]], template)
+    return [{"role": "user", "content": content}]
 
 
 @contextmanager
@@ -174,6 +171,9 @@ def collect_turns(
 ) -> Turns:
     """Collect the turns of completions from the return value of TRL's `_generate`.
 
+    Where image tokens and images of a row do not match, TRL 1.16 would train on all rows of the process without their
+    images (`has_mismatch` in grpo_trainer.py).
+
     Args:
         rows: rows of the data, one per completion.
         generated: return value of `_generate`.
@@ -187,37 +187,15 @@ def collect_turns(
     images = [[*(of_row or ())] for of_row in images or [()] * len(own)]
     fields = process_images(processor, images) if any(returned) and processor is not None else {}
     if "image_grid_thw" in fields:
-        ids = [[*prompt, *completion] for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]
         lengths = fields["image_grid_thw"].prod(-1) // getattr(processor.image_processor, "merge_size", 2) ** 2
-        refuse_mismatch(rows, ids, images, lengths, image_token)
+        wanted = iter(lengths.tolist())  # tokens of each image, row by row
+        for row, prompt, completion, of_row in zip(rows, prompt_ids, completion_ids, images, strict=True):
+            takes, count = sum(next(wanted) for _ in of_row), [*prompt, *completion].count(image_token or -1)
+            if count != takes:
+                found = f"{count} image tokens with its completion, but its {len(of_row)} images take {takes}"
+                cure = "use a chat template that writes the images of tool messages"
+                raise DataError(f"The {describe_row(row)} has {found}: {cure}.")
     return Turns(own, images, returned, fields, messages)
-
-
-def refuse_mismatch(
-    rows: Sequence[Mapping[str, Any]],
-    ids: Sequence[Sequence[int]],
-    images: ImagesOfRows,
-    lengths: torch.Tensor,
-    image_token: int | None,
-) -> None:
-    """Raise `DataError` if the image tokens of a row do not match its images.
-
-    TRL 1.16 would train on all rows of the process without their images (`has_mismatch` in grpo_trainer.py).
-
-    Args:
-        rows: rows of the data.
-        ids: tokens of each prompt and its completion.
-        images: images of each row.
-        lengths: tokens of each image, row by row, (images,).
-        image_token: placeholder token of images.
-    """
-    wanted = iter(lengths.tolist())
-    for row, tokens, of_row in zip(rows, ids, images, strict=True):
-        takes, count = sum(next(wanted) for _ in of_row), [*tokens].count(image_token or -1)
-        if count != takes:
-            found = f"{count} image tokens with its completion, but its {len(of_row)} images take {takes}"
-            cure = "use a chat template that writes the images of tool messages"
-            raise DataError(f"The {describe_row(row)} has {found}: {cure}.")
 
 
 TURN_COLUMNS = ("num_turns", "num_tool_calls", "num_returned_images")
