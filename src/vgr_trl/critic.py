@@ -92,9 +92,8 @@ class Critic:
             weight_decay=args.weight_decay,
         )
         self.steps, self.totals = 0, Totals()  # since the last optimizer step
-        if accelerator.num_processes > 1:
-            for value in self.named.values():  # an adapter is drawn by each process
-                value.data.copy_(broadcast(value.data))
+        for value in self.named.values():  # an adapter is drawn by each process
+            value.data.copy_(broadcast(value.data))
 
     def value_tokens(self, rollout: Rollout) -> None:
         """Add values, returns and advantages of the tokens (N, T) to the batch of a rollout.
@@ -209,8 +208,6 @@ class Critic:
                 f"The critic in {folder} has other parameters: give the options of critic, model and adapter that it "
                 "was saved with, or an earlier checkpoint."
             )
-        with torch.no_grad():
-            for name, value in self.named.items():
-                value.copy_(state["parameters"][name])
+        self.module.load_state_dict(state["parameters"], strict=False)  # frozen weights are not saved
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
