@@ -197,10 +197,12 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if self.features.share_over_micro_batches.enabled:
             self.shared_passes.lending = Lending(base_of(causal_model(self.model)))
         self.passes = ForwardPasses(self, super()._get_per_token_logps_and_entropies)
-        self.unexpanded = plan_unexpanded_prompts(self)
         self.pixels_unchecked = facts.args.check_pixels and facts.is_vlm and facts.has_images
-        name_weights_as_saved(self)
-        forget_with_new_weights(self)
+        self.unexpanded = None
+        if self.use_vllm and self._is_vlm:
+            self.unexpanded = plan_unexpanded_prompts(self)
+            name_weights_as_saved(self)
+            forget_with_new_weights(self)
 
     def _add_state(self) -> None:
         """Create the state that checkpoints save."""
@@ -534,14 +536,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         evaluated = not training and self.is_world_process_zero()
         with (
             patched_attribute(self, "_logs", flatten_conversations(self._logs)),
-            keep_training_table(self.args.output_dir, self.state.global_step, evaluated),
+            keep_training_table(str(self.args.output_dir), self.state.global_step, evaluated),
             warn_of_lost_table(self, self.mode),
         ):
             super().log(logs, start_time)
         if training:
             self.collapse_watch.start_window()
         if self.args.log_completions and self.is_world_process_zero():
-            remove_oldest_tables(self.args.output_dir, self.args.rollout_log_max_megabytes * 1e6)
+            remove_oldest_tables(str(self.args.output_dir), self.args.rollout_log_max_megabytes * 1e6)
         self.recorder.log(logs, self.mode)
 
     def create_model_card(  # type: ignore[override]  # TRL's differs from its parent's

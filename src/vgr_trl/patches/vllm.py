@@ -35,8 +35,6 @@ def forget_with_new_weights(trainer: GRPOTrainer) -> None:
     Raises, with new weights:
         VLLMServerError: the server refuses to reset its cache.
     """
-    if not (trainer.use_vllm and trainer._is_vlm):
-        return
     generation: Any = trainer.vllm_generation
     plain = generation.sync_weights
 
@@ -69,8 +67,6 @@ def name_weights_as_saved(trainer: GRPOTrainer) -> None:
     Args:
         trainer: constructed.
     """
-    if not (trainer.use_vllm and trainer._is_vlm):
-        return
     policy: Any = trainer.model
     generation: Any = trainer.vllm_generation
     plain, model = generation._iter_named_params, causal_model(policy)
@@ -183,8 +179,7 @@ class UnexpandedPrompts:
 
 def plan_unexpanded_prompts(trainer: GRPOTrainer) -> UnexpandedPrompts | None:
     """Return what unexpands prompts for vLLM; None: vLLM needs nothing else than TRL gives it."""
-    needs = trainer.use_vllm and trainer._is_vlm
-    if not needs or "vllm_prompt_ids" in signature(GRPOTrainer._generate_single_turn).parameters:
+    if "vllm_prompt_ids" in signature(GRPOTrainer._generate_single_turn).parameters:
         return None
     unexpanded = UnexpandedPrompts(trainer)
     if unexpanded.is_server:
