@@ -166,30 +166,28 @@ def guarded(trainer: ConstructedTrainer) -> Iterator[None]:
         yield
 
 
-def collect_turns(
-    rows: Sequence[Mapping[str, Any]], generated: Sequence[Any], processor: Any, image_token: int | None
-) -> Turns:
+def collect_turns(trainer: ConstructedTrainer, rollout: Rollout, generated: Sequence[Any]) -> Turns:
     """Collect the turns of completions from the return value of TRL's `_generate`.
 
     Where image tokens and images of a row do not match, TRL 1.16 would train on all rows of the process without their
     images (`has_mismatch` in grpo_trainer.py).
 
     Args:
-        rows: rows of the data, one per completion.
+        trainer: gives the processor and the placeholder token of images.
+        rollout: gives the rows of the data, one per completion.
         generated: return value of `_generate`.
-        processor: processor of the model; None for a text model.
-        image_token: placeholder token of images.
 
     Raises:
         DataError: the image tokens of a row do not match its images.
     """
     prompt_ids, completion_ids, own, messages, *_, images, returned = generated
+    processor: Any = trainer.processing_class
     images = [[*(of_row or ())] for of_row in images or [()] * len(own)]
-    fields = process_images(processor, images) if any(returned) and processor is not None else {}
+    fields = process_images(processor, images) if any(returned) and trainer._is_vlm else {}
     if "image_grid_thw" in fields:
         lengths = fields["image_grid_thw"].prod(-1) // getattr(processor.image_processor, "merge_size", 2) ** 2
-        wanted = iter(lengths.tolist())  # tokens of each image, row by row
-        for row, prompt, completion, of_row in zip(rows, prompt_ids, completion_ids, images, strict=True):
+        wanted, image_token = iter(lengths.tolist()), trainer._image_pad_token_id  # tokens of each image, row by row
+        for row, prompt, completion, of_row in zip(rollout.rows, prompt_ids, completion_ids, images, strict=True):
             takes, count = sum(next(wanted) for _ in of_row), [*prompt, *completion].count(image_token or -1)
             if count != takes:
                 found = f"{count} image tokens with its completion, but its {len(of_row)} images take {takes}"
@@ -254,17 +252,14 @@ class ToolGuard:
         return [part for part in parts if part] if parts and all(parts) else self.clean(str(result))
 
     def _read_part(self, part: Any) -> dict[str, Any] | None:
-        """Return a part of type `text` or `image`; None for other types."""
+        """Return a text, or an image that the model can read, never opened by path or address; None for other types."""
         kind = part.get("type", "image" if "image" in part else "text") if isinstance(part, dict) else None
-        if kind == "image":
-            return {"type": "image", "image": self._read_image(part.get("image"))}
-        return {"type": "text", "text": self.clean(str(part["text"]))} if kind == "text" and "text" in part else None
-
-    def _read_image(self, given: Any) -> Image.Image:
-        """Return an image that the model can read; paths and addresses are refused, never opened."""
-        if not isinstance(given, bytes | Image.Image):
+        if kind != "image":
+            known = kind == "text" and "text" in part
+            return {"type": "text", "text": self.clean(str(part["text"]))} if known else None
+        if not isinstance(given := part.get("image"), bytes | Image.Image):
             raise DataError(f"The tool returned an image of type {type(given).__name__}: return Pillow's, or bytes.")
         image = read_image(given)
         if self.process is not None:
             self.process(images=[image], return_tensors="pt")
-        return image
+        return {"type": "image", "image": image}

@@ -15,7 +15,7 @@ from trl.trainer import grpo_trainer
 from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import guard_trackers, print_lines
 from vgr_trl.checkpoints import ResumableTrainer
-from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_weights
+from vgr_trl.credit import OF_REWARD, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
@@ -323,8 +323,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         with guarded(self) if self.tools else nullcontext():
             generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
-            processor = self.processing_class if self._is_vlm else None
-            self._rollout.turns = collect_turns(self._rollout.rows, generated, processor, self._image_pad_token_id)
+            self._rollout.turns = collect_turns(self, self._rollout, generated)
         return generated
 
     def _generate_single_turn(
@@ -665,7 +664,7 @@ def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
     """
     returned = rollout.token_weights or []
     missing = torch.tensor([each is None for each in returned], dtype=torch.bool)
-    if "token_weights" in builtin_rules(trainer.args):
+    if trainer.args.token_weights:
         if rollout.signals is not None and returned:  # on all processes, whichever of them have weights
             mask = valid_tokens(rollout.batch)
             weights = stack_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)
