@@ -272,9 +272,8 @@ def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) ->
     """
     model: Any = trainer.model
     token = getattr(model.config, "image_token_id", None)
-    if release(installed) >= Version("1.16") or trainer.use_vllm or token is None:
-        return
-    if isinstance(trainer.processing_class, ProcessorMixin):
+    reads_images = isinstance(trainer.processing_class, ProcessorMixin) and token is not None
+    if release(installed) < Version("1.16") and reads_images and not trainer.use_vllm:
         options = {"suppress_tokens": [token], **trainer.generation_kwargs}
         trainer.generation_kwargs = options
         trainer.generation_config = GenerationConfig(**options, disable_compile=True)
