@@ -106,7 +106,7 @@ class Critic:
         if values is None:
             self.module.eval()
             values = trainer.score(scoring_inputs(batch), Want(), self.module, purpose=Purpose.CRITIC).logps
-        sums = sum_task_rewards(rollout.rewards, trainer.reward_weights, trainer.kl.penalises)  # (N of all,)
+        sums = sum_task_rewards(rollout.rewards, trainer.reward_weights, trainer.args.penalises_kl)  # (N of all,)
         first = trainer.accelerator.process_index * len(mask)
         rewards = token_rewards(sums[first : first + len(mask)], mask, rollout.kl_penalty)
         advantages, returns = gae(rewards.nan_to_num(), values, mask, args.gamma, args.lam)

@@ -313,17 +313,12 @@ PENALTY = kl_penalty_reward.__name__
 
 
 class KLControl(SavedState):
-    """KL penalty of a run, in its rewards or its loss, with a fixed or adaptive coefficient.
-
-    Attributes:
-        penalises, in_loss: whether the KL is in the rewards, or in the loss.
-    """
+    """KL penalty of a run, in its rewards or its loss, with a fixed or adaptive coefficient."""
 
     kind = "kl"
 
     def __init__(self, args: "DAPOConfig", accelerator: Accelerator, full: FullKL | None) -> None:
         self.args, self.accelerator, self.full = args, accelerator, full
-        self.penalises, self.in_loss = args.penalises_kl, args.has_kl_loss
         self.is_adaptive = args.kl_coef > 0 and args.kl_type == "adaptive"
         horizon = args.kl_horizon if self.is_adaptive else math.inf
         self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, horizon)
@@ -337,7 +332,7 @@ class KLControl(SavedState):
             rollout: scored by the policy and its reference; its `kl_penalty` is set.
         """
         policy, reference = rollout.scores, rollout.reference
-        if not self.penalises or policy is None or reference is None:
+        if not self.args.penalises_kl or policy is None or reference is None:
             return {}
         kl = self._kl(policy, reference.logps if self.full is None else reference.hidden, policy.mask)  # (N, T)
         self._count(kl, policy.mask)
@@ -350,14 +345,14 @@ class KLControl(SavedState):
         Args:
             rewards: (N of all, F); the last column is the penalty, if the run has one.
         """
-        if self.penalises:
+        if self.args.penalises_kl:
             rewards = rewards.clone()
             rewards[rewards[:, :-1].isnan().all(dim=1), -1] = torch.nan
         return rewards
 
     def keep_reference(self, rollout: "Rollout") -> None:
         """Add the reference's hidden states to the batch of a scored rollout, if the full KL in the loss needs them."""
-        if self.in_loss and rollout.reference is not None and rollout.reference.hidden is not None:
+        if self.args.has_kl_loss and rollout.reference is not None and rollout.reference.hidden is not None:
             hidden = rollout.reference.hidden.transpose(1, 2).contiguous()  # (N, D, T)
             rollout.batch = {**rollout.batch, "reference_hidden": hidden}
 
@@ -604,7 +599,7 @@ def auxiliary_loss(trainer: "ConstructedTrainer", passed: TermInputs) -> tuple[T
         passed = replace(passed, perturbed_logps=scores.logps)
         passed.log("perturbed_entropy", cast("Tensor", scores.entropies))
     terms = [_compute_term(name, term, passed, args) for name, term in trainer.loss_terms.items()]  # (N, T) each
-    if trainer.kl.in_loss:
+    if trainer.args.has_kl_loss:
         term, metrics = trainer.kl.term(passed)
         terms.append(term)
     if not terms:

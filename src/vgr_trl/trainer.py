@@ -381,7 +381,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             return columns
         if rollout.signals is None:
             inputs = completion_inputs(self, rollout, completion_ids)
-            reads_pass = self.kl.penalises or self.measurement.needs("values", "similarity", "shift")
+            reads_pass = self.args.penalises_kl or self.measurement.needs("values", "similarity", "shift")
             generated = None if reads_pass else rollout.generated
             if generated is not None and rollout.recorded is None:
                 mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
@@ -406,7 +406,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             if self.model.training:
                 with self.clock.stage("selection"):
                     self._log_metrics(select_groups(self, rollout))
-                    if self.kl.penalises:
+                    if self.args.penalises_kl:
                         self._log_metrics(self.kl.update())
                     if self.critic is not None:
                         self._log_metrics(self.critic.estimate(rollout))

@@ -184,7 +184,7 @@ def find_zero_variance(
     rows = len(rollout.batch["prompt_ids"])
     placement = Placement(rows, size, accelerator.process_index, accelerator.num_processes)
     rewards = weighted_sums(rollout.rewards, trainer.reward_weights)
-    tasks = sum_task_rewards(rollout.rewards, trainer.reward_weights, trainer.kl.penalises)
+    tasks = sum_task_rewards(rollout.rewards, trainer.reward_weights, trainer.args.penalises_kl)
     advantages = accelerator.gather(rollout.batch["advantages"])
     rollout.selection = selection = GroupSelection(placement, rewards, tasks, advantages)
     if trainer.critic is not None:
@@ -200,7 +200,7 @@ def find_zero_variance(
     zero_variance, filtered = list[int](), list[int]()
     if trainer.critic is None:
         advantages = selection.advantages
-        if trainer.kl.penalises:  # the KL penalty differs within a group, but says nothing about the task
+        if trainer.args.penalises_kl:  # the KL penalty differs within a group, but says nothing about the task
             advantages = estimate_advantages(tasks, size, estimator, baseline)
         spread = group_spread(advantages.view(-1, size), tasks.view(-1, size), estimator)
         zero_variance = _true_indices(~(spread > args.replay_var_epsilon))  # NaN too
