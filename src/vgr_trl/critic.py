@@ -13,9 +13,9 @@ from trl.trainer.utils import FusedCausalLMOutput
 from vgr_trl.advantages import gae, token_rewards, value_loss, whiten
 from vgr_trl.config import LEARNING_RATES
 from vgr_trl.errors import ConfigError
-from vgr_trl.loss import average_as_loss
+from vgr_trl.loss import TermInputs, average_as_loss
 from vgr_trl.metrics.step_metrics import Totals
-from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
+from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.sampling.zero_variance import sum_task_rewards
 from vgr_trl.sharing.model_support import base_of, causal_model
@@ -92,9 +92,8 @@ class Critic:
             weight_decay=args.weight_decay,
         )
         self.steps, self.totals = 0, Totals()  # since the last optimizer step
-        if accelerator.num_processes > 1:
-            for value in self.named.values():  # an adapter is drawn by each process
-                value.data.copy_(broadcast(value.data))
+        for value in self.named.values():  # an adapter is drawn by each process
+            value.data.copy_(broadcast(value.data))
 
     def value_tokens(self, rollout: Rollout) -> None:
         """Add values, returns and advantages of the tokens (N, T) to the batch of a rollout.
@@ -107,7 +106,7 @@ class Critic:
         if values is None:
             self.module.eval()
             values = trainer.score(scoring_inputs(batch), Want(), self.module, purpose=Purpose.CRITIC).logps
-        sums = sum_task_rewards(rollout.rewards, trainer.reward_weights, trainer.kl.penalises)  # (N of all,)
+        sums = sum_task_rewards(rollout.rewards, trainer.reward_weights, trainer.args.penalises_kl)  # (N of all,)
         first = trainer.accelerator.process_index * len(mask)
         rewards = token_rewards(sums[first : first + len(mask)], mask, rollout.kl_penalty)
         advantages, returns = gae(rewards.nan_to_num(), values, mask, args.gamma, args.lam)
@@ -145,15 +144,15 @@ class Critic:
             "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else float("nan"),
         }
 
-    def learn(self, passed: TrainingPass, weight: float) -> dict[str, float]:
+    def learn(self, passed: TermInputs, weight: float) -> dict[str, float]:
         """Back-propagate the value loss of a micro-batch, step at the end of an optimizer step, and return metrics.
 
         Args:
             passed: whose values are read, unless the critic is a model of its own.
             weight: of the mean loss in that of the micro-batch that it is a part of.
         """
-        inputs, trainer, args = passed.inputs, self.trainer, self.trainer.args
-        mask, values = valid_tokens(inputs).bool() & ~inputs["returns"].isnan(), passed.values
+        inputs, trainer, args = passed.batch, self.trainer, self.trainer.args
+        mask, values = passed.mask & ~inputs["returns"].isnan(), passed.scores.values
         if values is None:
             self.module.train()
             run_pass = trainer.passes.run_pass
@@ -209,8 +208,6 @@ class Critic:
                 f"The critic in {folder} has other parameters: give the options of critic, model and adapter that it "
                 "was saved with, or an earlier checkpoint."
             )
-        with torch.no_grad():
-            for name, value in self.named.items():
-                value.copy_(state["parameters"][name])
+        self.module.load_state_dict(state["parameters"], strict=False)  # frozen weights are not saved
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]

@@ -22,7 +22,7 @@ from vgr_trl.pixel_check import refuse_dropped_images
 from vgr_trl.pixels import image_tensors
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
-from vgr_trl.rows import ImagesOfRows, Prompts, Turns
+from vgr_trl.rows import Prompts, Turns
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.probe import GenerationProbe
 from vgr_trl.views.perturbed_pass import perturb_noisy_prompts, process_images
@@ -53,10 +53,9 @@ def generate(
         if trainer.pixels_unchecked and not rollout.blind:
             refuse_dropped_images(prompts, measurement.vision_token_ids)
         scores_all = measurement.scoring and not (measurement.samples and model.training)
-        if scores_all and not trainer.use_vllm:  # scoring reads the same pixels on the device
-            pixels = image_tensors(prompts.fields).get("pixel_values")
-            fields = {} if pixels is None else {"pixel_values": trainer._prepare_input(pixels)}
-            prompts = replace(prompts, fields={**prompts.fields, **fields})
+        pixels = image_tensors(prompts.fields).get("pixel_values")
+        if pixels is not None and scores_all and not trainer.use_vllm:  # scoring reads them on the device
+            prompts = replace(prompts, fields={**prompts.fields, "pixel_values": trainer._prepare_input(pixels)})
         rollout.prompts = prompts
         prompts = perturb_noisy_prompts(trainer, rollout)
         if rollout.noise is not None or rollout.blind:  # prompts differ within a group
@@ -122,10 +121,8 @@ def extract_description(text: str, tag: str, or_all: bool) -> str | None:
         tag: name of the tags.
         or_all: return the whole text if there are no tags, instead of None.
     """
-    _, opened, rest = text.partition(f"<{tag}>")
-    description, closed, _ = rest.partition(f"</{tag}>")
-    if opened and closed:
-        return description.strip()
+    if found := re.search(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL):
+        return found[1].strip()
     return text if or_all else None
 
 
@@ -151,9 +148,9 @@ def blind_conversation(template: str, question: str, description: str) -> list[d
         question: replaces `{question}`.
         description: replaces `{description}`.
     """
-    parts = re.split(r"(\{description\}|\{question\})", template)
-    known = {"{description}": description, "{question}": question}
-    return [{"role": "user", "content": "".join(known.get(part, part) for part in parts)}]
+    values = {"description": description, "question": question}
+    content = re.sub(r"\{(description|question)\}", lambda found: values[found[1]], template)
+    return [{"role": "user", "content": content}]
 
 
 @contextmanager
@@ -169,55 +166,34 @@ def guarded(trainer: ConstructedTrainer) -> Iterator[None]:
         yield
 
 
-def collect_turns(
-    rows: Sequence[Mapping[str, Any]], generated: Sequence[Any], processor: Any, image_token: int | None
-) -> Turns:
+def collect_turns(trainer: ConstructedTrainer, rollout: Rollout, generated: Sequence[Any]) -> Turns:
     """Collect the turns of completions from the return value of TRL's `_generate`.
 
+    Where image tokens and images of a row do not match, TRL 1.16 would train on all rows of the process without their
+    images (`has_mismatch` in grpo_trainer.py).
+
     Args:
-        rows: rows of the data, one per completion.
+        trainer: gives the processor and the placeholder token of images.
+        rollout: gives the rows of the data, one per completion.
         generated: return value of `_generate`.
-        processor: processor of the model; None for a text model.
-        image_token: placeholder token of images.
 
     Raises:
         DataError: the image tokens of a row do not match its images.
     """
     prompt_ids, completion_ids, own, messages, *_, images, returned = generated
+    processor: Any = trainer.processing_class
     images = [[*(of_row or ())] for of_row in images or [()] * len(own)]
-    fields = process_images(processor, images) if any(returned) and processor is not None else {}
+    fields = process_images(processor, images) if any(returned) and trainer._is_vlm else {}
     if "image_grid_thw" in fields:
-        ids = [[*prompt, *completion] for prompt, completion in zip(prompt_ids, completion_ids, strict=True)]
         lengths = fields["image_grid_thw"].prod(-1) // getattr(processor.image_processor, "merge_size", 2) ** 2
-        refuse_mismatch(rows, ids, images, lengths, image_token)
+        wanted, image_token = iter(lengths.tolist()), trainer._image_pad_token_id  # tokens of each image, row by row
+        for row, prompt, completion, of_row in zip(rollout.rows, prompt_ids, completion_ids, images, strict=True):
+            takes, count = sum(next(wanted) for _ in of_row), [*prompt, *completion].count(image_token or -1)
+            if count != takes:
+                found = f"{count} image tokens with its completion, but its {len(of_row)} images take {takes}"
+                cure = "use a chat template that writes the images of tool messages"
+                raise DataError(f"The {describe_row(row)} has {found}: {cure}.")
     return Turns(own, images, returned, fields, messages)
-
-
-def refuse_mismatch(
-    rows: Sequence[Mapping[str, Any]],
-    ids: Sequence[Sequence[int]],
-    images: ImagesOfRows,
-    lengths: torch.Tensor,
-    image_token: int | None,
-) -> None:
-    """Raise `DataError` if the image tokens of a row do not match its images.
-
-    TRL 1.16 would train on all rows of the process without their images (`has_mismatch` in grpo_trainer.py).
-
-    Args:
-        rows: rows of the data.
-        ids: tokens of each prompt and its completion.
-        images: images of each row.
-        lengths: tokens of each image, row by row, (images,).
-        image_token: placeholder token of images.
-    """
-    wanted = iter(lengths.tolist())
-    for row, tokens, of_row in zip(rows, ids, images, strict=True):
-        takes, count = sum(next(wanted) for _ in of_row), [*tokens].count(image_token or -1)
-        if count != takes:
-            found = f"{count} image tokens with its completion, but its {len(of_row)} images take {takes}"
-            cure = "use a chat template that writes the images of tool messages"
-            raise DataError(f"The {describe_row(row)} has {found}: {cure}.")
 
 
 TURN_COLUMNS = ("num_turns", "num_tool_calls", "num_returned_images")
@@ -276,17 +252,14 @@ class ToolGuard:
         return [part for part in parts if part] if parts and all(parts) else self.clean(str(result))
 
     def _read_part(self, part: Any) -> dict[str, Any] | None:
-        """Return a part of type `text` or `image`; None for other types."""
+        """Return a text, or an image that the model can read, never opened by path or address; None for other types."""
         kind = part.get("type", "image" if "image" in part else "text") if isinstance(part, dict) else None
-        if kind == "image":
-            return {"type": "image", "image": self._read_image(part.get("image"))}
-        return {"type": "text", "text": self.clean(str(part["text"]))} if kind == "text" and "text" in part else None
-
-    def _read_image(self, given: Any) -> Image.Image:
-        """Return an image that the model can read; paths and addresses are refused, never opened."""
-        if not isinstance(given, bytes | Image.Image):
+        if kind != "image":
+            known = kind == "text" and "text" in part
+            return {"type": "text", "text": self.clean(str(part["text"]))} if known else None
+        if not isinstance(given := part.get("image"), bytes | Image.Image):
             raise DataError(f"The tool returned an image of type {type(given).__name__}: return Pillow's, or bytes.")
         image = read_image(given)
         if self.process is not None:
             self.process(images=[image], return_tensors="pt")
-        return image
+        return {"type": "image", "image": image}

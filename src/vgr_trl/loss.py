@@ -24,7 +24,7 @@ from vgr_trl.metrics.step_metrics import Totals
 from vgr_trl.options import Checked, option
 from vgr_trl.pixels import joined
 from vgr_trl.registries import declares, loss_terms
-from vgr_trl.rows import scoring_inputs, valid_tokens
+from vgr_trl.rows import scoring_inputs
 from vgr_trl.sharing.lending import READ_AGAIN
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.ratios import visual_dependency
@@ -32,7 +32,7 @@ from vgr_trl.signals.scoring import Head, Purpose, Scores, Want, rest_of
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
-    from vgr_trl.rollout import ConstructedTrainer, Rollout, TrainingPass
+    from vgr_trl.rollout import ConstructedTrainer, Rollout
 
 KINDS = get_args(KLKind)
 _LARGEST = 10.0  # of `low_var_kl`
@@ -313,17 +313,12 @@ PENALTY = kl_penalty_reward.__name__
 
 
 class KLControl(SavedState):
-    """KL penalty of a run, in its rewards or its loss, with a fixed or adaptive coefficient.
-
-    Attributes:
-        penalises, in_loss: whether the KL is in the rewards, or in the loss.
-    """
+    """KL penalty of a run, in its rewards or its loss, with a fixed or adaptive coefficient."""
 
     kind = "kl"
 
     def __init__(self, args: "DAPOConfig", accelerator: Accelerator, full: FullKL | None) -> None:
         self.args, self.accelerator, self.full = args, accelerator, full
-        self.penalises, self.in_loss = args.penalises_kl, args.has_kl_loss
         self.is_adaptive = args.kl_coef > 0 and args.kl_type == "adaptive"
         horizon = args.kl_horizon if self.is_adaptive else math.inf
         self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, horizon)
@@ -337,7 +332,7 @@ class KLControl(SavedState):
             rollout: scored by the policy and its reference; its `kl_penalty` is set.
         """
         policy, reference = rollout.scores, rollout.reference
-        if not self.penalises or policy is None or reference is None:
+        if not self.args.penalises_kl or policy is None or reference is None:
             return {}
         kl = self._kl(policy, reference.logps if self.full is None else reference.hidden, policy.mask)  # (N, T)
         self._count(kl, policy.mask)
@@ -350,23 +345,23 @@ class KLControl(SavedState):
         Args:
             rewards: (N of all, F); the last column is the penalty, if the run has one.
         """
-        if self.penalises:
+        if self.args.penalises_kl:
             rewards = rewards.clone()
             rewards[rewards[:, :-1].isnan().all(dim=1), -1] = torch.nan
         return rewards
 
     def keep_reference(self, rollout: "Rollout") -> None:
         """Add the reference's hidden states to the batch of a scored rollout, if the full KL in the loss needs them."""
-        if self.in_loss and rollout.reference is not None and rollout.reference.hidden is not None:
+        if self.args.has_kl_loss and rollout.reference is not None and rollout.reference.hidden is not None:
             hidden = rollout.reference.hidden.transpose(1, 2).contiguous()  # (N, D, T)
             rollout.batch = {**rollout.batch, "reference_hidden": hidden}
 
-    def term(self, passed: "TrainingPass", mask: Tensor) -> tuple[Tensor, dict[str, float]]:
+    def term(self, passed: "TermInputs") -> tuple[Tensor, dict[str, float]]:
         """Return the KL loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics."""
-        mask, coefficient, inputs = mask.bool(), self.controller.coefficient, passed.inputs
-        theirs = inputs["ref_per_token_logps"] if self.full is None else inputs["reference_hidden"].transpose(1, 2)
-        kl = self._kl(passed, theirs, mask)
-        self._count(kl.detach(), mask)
+        coefficient, batch = self.controller.coefficient, passed.batch
+        theirs = batch["ref_per_token_logps"] if self.full is None else batch["reference_hidden"].transpose(1, 2)
+        kl = self._kl(passed, theirs, passed.mask)
+        self._count(kl.detach(), passed.mask)
         return coefficient * kl, self.update() if self.accelerator.sync_gradients else {}
 
     def _kl(self, policy: Any, theirs: Any, mask: Tensor) -> Tensor:
@@ -409,7 +404,7 @@ _PER_COMPLETION = ("grpo", "sapo")
 
 
 def average_as_loss(
-    per_token: Tensor, mask: Tensor, inputs: dict[str, Any], args: "DAPOConfig", steps: int, num_processes: int
+    per_token: Tensor, mask: Tensor, inputs: Mapping[str, Any], args: "DAPOConfig", steps: int, num_processes: int
 ) -> Tensor:
     """Average a loss term as TRL 1.16 averages its own loss.
 
@@ -455,6 +450,8 @@ class TermInputs:
         model: the policy, also wrapped; None inside verl and EasyR1.
         temperature: that logits are divided by.
         totals: collects metrics.
+        scores: `Scores` of the pass: the tokens with loss, and the values of a critic's head; None inside verl and
+            EasyR1.
     """
 
     logps: Tensor
@@ -465,6 +462,7 @@ class TermInputs:
     model: nn.Module | None = None
     temperature: float = 1.0
     totals: Totals = field(default_factory=Totals)
+    scores: Any = None
 
     def log(self, name: str, values: Tensor) -> None:
         """Log the mean of values (N, T) over the tokens that count."""
@@ -593,32 +591,23 @@ def gated_distillation_term(passed: TermInputs, options: GatedDistillationOption
     return options.gated_distillation_coef * loss
 
 
-def auxiliary_loss(trainer: "ConstructedTrainer", passed: "TrainingPass") -> tuple[Tensor | float, dict[str, float]]:
+def auxiliary_loss(trainer: "ConstructedTrainer", passed: TermInputs) -> tuple[Tensor | float, dict[str, float]]:
     """Return the terms of a micro-batch beside TRL's loss, averaged as TRL averages it, and metrics."""
-    args, accelerator, mask = trainer.args, trainer.accelerator, valid_tokens(passed.inputs)
-    metrics: dict[str, float] = {}
-    given = TermInputs(
-        passed.logps,
-        mask.bool(),
-        passed.inputs,
-        hidden=passed.hidden,
-        model=passed.model,
-        temperature=args.temperature,
-    )
+    args, accelerator, metrics = trainer.args, trainer.accelerator, dict[str, float]()
     if "perturbed" in trainer.term_needs:
         scores = _score_perturbed(trainer, passed)
-        given = replace(given, perturbed_logps=scores.logps)
-        given.log("perturbed_entropy", cast("Tensor", scores.entropies))
-    terms = [_compute_term(name, term, given, args) for name, term in trainer.loss_terms.items()]  # (N, T) each
-    if trainer.kl.in_loss:
-        term, metrics = trainer.kl.term(passed, mask)
+        passed = replace(passed, perturbed_logps=scores.logps)
+        passed.log("perturbed_entropy", cast("Tensor", scores.entropies))
+    terms = [_compute_term(name, term, passed, args) for name, term in trainer.loss_terms.items()]  # (N, T) each
+    if trainer.args.has_kl_loss:
+        term, metrics = trainer.kl.term(passed)
         terms.append(term)
     if not terms:
         return 0.0, metrics
     steps = trainer.current_gradient_accumulation_steps
     total = torch.stack(terms).sum(dim=0)  # (N, T)
-    average = average_as_loss(total, mask, passed.inputs, args, steps, accelerator.num_processes)
-    return average, metrics | given.totals.metrics(accelerator.gather)
+    average = average_as_loss(total, passed.mask, passed.batch, args, steps, accelerator.num_processes)
+    return average, metrics | passed.totals.metrics(accelerator.gather)
 
 
 def _compute_term(name: str, function: Any, given: TermInputs, args: LossOptions) -> Tensor:
@@ -630,11 +619,11 @@ def _compute_term(name: str, function: Any, given: TermInputs, args: LossOptions
     return term.masked_fill(~given.mask, 0)
 
 
-def _score_perturbed(trainer: "ConstructedTrainer", passed: "TrainingPass") -> Scores:
+def _score_perturbed(trainer: "ConstructedTrainer", passed: TermInputs) -> Scores:
     """Score a micro-batch with perturbed images, with gradients."""
-    inputs = passed.inputs
-    pixels = inputs.get("perturbed_pixel_values")
-    perturbed = scoring_inputs(inputs if pixels is None else inputs | {"pixel_values": joined(pixels)})
-    perturbed[READ_AGAIN] = inputs.get(READ_AGAIN)
-    want = Want(entropies=True, tokens=passed.loss_mask)
-    return trainer.passes.run_pass(passed.model, perturbed, want, purpose=Purpose.VIEW, gradients=True)
+    batch = dict(passed.batch)
+    if (pixels := batch.get("perturbed_pixel_values")) is not None:
+        batch["pixel_values"] = joined(pixels)
+    perturbed = {**scoring_inputs(batch), READ_AGAIN: batch.get(READ_AGAIN)}
+    want, model = Want(entropies=True, tokens=passed.scores.mask), cast("nn.Module", passed.model)
+    return trainer.passes.run_pass(model, perturbed, want, purpose=Purpose.VIEW, gradients=True)

@@ -1,11 +1,10 @@
-"""State of a rollout and of a micro-batch, which the trainer's hooks fill in."""
+"""State of a rollout, which the trainer's hooks fill in."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from trl import GRPOTrainer
 
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
@@ -220,29 +219,6 @@ class Rollout:
 
 
 _SET_ONCE = {"messages", "prompts", "scores", "reference", "rewards", "kl_penalty", "selection", "with_gradient"}
-
-
-@dataclass(frozen=True)
-class TrainingPass:
-    """Micro-batch whose training pass has run, with the results of the pass.
-
-    Attributes:
-        inputs: of TRL's `_compute_loss`.
-        model: likewise.
-        logps: (N, T) with gradients; tokens without loss have a constant.
-        loss_mask: (N, T) bool, the tokens whose log-probabilities the loss reads; None: all valid tokens.
-        hidden: (N, T', D) with gradients, of the positions that emit; T' is T without the last columns without loss.
-        values: (N, T) with gradients, that a critic's head has read off the pass.
-        rows_run: number of rows that ran.
-    """
-
-    inputs: dict[str, Any]
-    model: nn.Module
-    logps: torch.Tensor
-    loss_mask: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    rows_run: int = 0
 
 
 def normalise_image_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,16 +15,15 @@ from trl.trainer import grpo_trainer
 from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import guard_trackers, print_lines
 from vgr_trl.checkpoints import ResumableTrainer
-from vgr_trl.credit import OF_REWARD, builtin_rules, shape_advantages, stack_weights
+from vgr_trl.credit import OF_REWARD, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.errors import RewardError, check_release
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
-from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
+from vgr_trl.loss import FullKL, KLControl, TermInputs, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
 from vgr_trl.metrics.step_metrics import OptimizerClock, StageClock, StepMetrics
-from vgr_trl.passes.loss_mask import Skipping
 from vgr_trl.passes.micro_batches import join_micro_batches, loss_in_parts, plan_shuffle
 from vgr_trl.passes.run_pass import ForwardPasses, refuse_nan
 from vgr_trl.patches.trl import (
@@ -61,10 +60,9 @@ from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_ta
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
 from vgr_trl.rewards.functions import WholeGroups
-from vgr_trl.rewards.loading import ScoredFile, collect_token_weights, wrap_reward
+from vgr_trl.rewards.loading import collect_token_weights, wrap_reward
 from vgr_trl.rollout import (
     Rollout,
-    TrainingPass,
     describe_row,
     normalise_image_columns,
     refuse_files_in_prompts,
@@ -150,7 +148,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     pad_to_multiple_of: int | None
     _logs: dict[str, Any]
     further_prompts: Any = None
-    _rollouts: tuple[Rollout, ...] = ()  # nested, the current rollout last
+    _rollout: Rollout | None = None  # the current one; rollouts may be nested
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: DAPOConfig | None = None, *rest: Any, **options: Any
@@ -161,7 +159,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         rewards, self.reward_schedule = plan_rewards(reward_funcs, args, lambda: self.completions_per_prompt)
         self._purpose = Purpose.EVALUATION  # of the next pass that a method of TRL makes
         self._micro_batch: dict[str, Any] = {}  # inputs of TRL's loss while it runs
-        self._pass: TrainingPass | None = None  # the pass over them
+        self._pass: TermInputs | None = None  # the pass over them
         self._rewards_with_nan: set[str] = set()
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
         given = patched_attribute(args, "reward_weights", weights)
@@ -198,27 +196,17 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         )
         if self.features.share_over_micro_batches.enabled:
             self.shared_passes.lending = Lending(base_of(causal_model(self.model)))
-        self.passes = ForwardPasses(
-            plain=super()._get_per_token_logps_and_entropies,
-            policy=self.model,
-            args=self.args,
-            accelerator=self.accelerator,
-            clock=self.clock,
-            skipping=Skipping(self.features, bool(self.tools), self.pad_to_multiple_of),
-            rows=self.rows_per_pass,
-            vision_cache=self.vision_cache,
-            shared=self.shared_passes,
-            dummy_image=self.dummy_image,
-        )
-        self.unexpanded = plan_unexpanded_prompts(self)
+        self.passes = ForwardPasses(self, super()._get_per_token_logps_and_entropies)
         self.pixels_unchecked = facts.args.check_pixels and facts.is_vlm and facts.has_images
-        name_weights_as_saved(self)
-        forget_with_new_weights(self)
+        self.unexpanded = None
+        if self.use_vllm and self._is_vlm:
+            self.unexpanded = plan_unexpanded_prompts(self)
+            name_weights_as_saved(self)
+            forget_with_new_weights(self)
 
     def _add_state(self) -> None:
         """Create the state that checkpoints save."""
         args = self.args
-        self.has_reward_files = any(isinstance(reward, ScoredFile) for reward in self.reward_funcs)
         self.zero_variance_streak = ZeroVarianceStreak(args)
         self.replay = Replay(self) if args.replay_buffer_size > 0 else None
         if args.dynamic_sampling == "resample":
@@ -282,7 +270,6 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; forget prompts that an interruption has left without their backward pass."""
-        self.shared_passes.reset()
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -336,8 +323,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         with guarded(self) if self.tools else nullcontext():
             generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
-            processor = self.processing_class if self._is_vlm else None
-            self._rollout.turns = collect_turns(self._rollout.rows, generated, processor, self._image_pad_token_id)
+            self._rollout.turns = collect_turns(self, self._rollout, generated)
         return generated
 
     def _generate_single_turn(
@@ -372,11 +358,11 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                 if isinstance(reward, nn.Module) and undefined.any():
                     self._warn_of_nan(name, int(undefined.sum()))
             if self.reward_schedule.changes:  # comparable over the change of weights, unlike `reward`
-                self._log_metrics({LATE_REWARD: weighted_sums(rewards, self._late_weights()).nanmean().item()})
+                late = self._weights_with(self.reward_schedule.regular)
+                self._log_metrics({LATE_REWARD: weighted_sums(rewards, late).nanmean().item()})
             if rollout is not None:
                 rollout.rewards = rewards  # unweighted, (N of all, F)
-                if self.has_reward_files:
-                    rollout.token_weights = collect_token_weights(self.reward_funcs)
+                rollout.token_weights = collect_token_weights(self.reward_funcs)
             return rewards
 
     def _columns_for_rewards(self, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, list[Any]]:
@@ -395,7 +381,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             return columns
         if rollout.signals is None:
             inputs = completion_inputs(self, rollout, completion_ids)
-            reads_pass = self.kl.penalises or self.measurement.needs("values", "similarity", "shift")
+            reads_pass = self.args.penalises_kl or self.measurement.needs("values", "similarity", "shift")
             generated = None if reads_pass else rollout.generated
             if generated is not None and rollout.recorded is None:
                 mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
@@ -420,7 +406,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             if self.model.training:
                 with self.clock.stage("selection"):
                     self._log_metrics(select_groups(self, rollout))
-                    if self.kl.penalises:
+                    if self.args.penalises_kl:
                         self._log_metrics(self.kl.update())
                     if self.critic is not None:
                         self._log_metrics(self.critic.estimate(rollout))
@@ -455,8 +441,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         with self.clock.stage("perturbed"):
             record_noise(self, rollout)
             score_perturbed(self, rollout)
-        if self.has_reward_files:
-            keep_returned_weights(self, rollout)
+        keep_returned_weights(self, rollout)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -470,8 +455,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Run the pass for the purpose that the calling method has stated."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
         entropies, router_loss = (bool(inputs.pop(f"compute_{name}", False)) for name in ("entropy", "aux_loss"))
-        if self._purpose is Purpose.ROLLOUT:
-            scores = self._score_for_rollout(self._rollouts[-1], model, inputs, entropies)
+        if self._rollout is not None and self._purpose is Purpose.ROLLOUT:
+            scores = self._score_for_rollout(self._rollout, model, inputs, entropies)
             return (None, None, None) if scores is None else (scores.logps, scores.entropies, None)
         trains = self._purpose is Purpose.TRAINING and self._pass is None  # else a subclass makes a pass of its own
         batch = self._micro_batch
@@ -488,8 +473,10 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if trains:
             if old is not None:  # constants for tokens without loss, at a ratio of 1
                 logps = torch.where(scores.mask, logps, old.to(logps))
-            given = scores.hidden, scores.values, scores.rows_run
-            self._pass = TrainingPass(batch, model, logps, scores.mask, *given)
+            mask, states = valid_tokens(batch).bool(), scores.hidden
+            self._pass = TermInputs(
+                logps, mask, batch, hidden=states, model=model, temperature=self.temperature, scores=scores
+            )
         return logps, scores.entropies, scores.router_loss
 
     def _score_for_rollout(
@@ -524,11 +511,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             passed = self._pass
         if passed is None:  # a subclass has made the pass itself
             return loss * weight
-        self._log_metrics(
-            self.step_metrics.measure(
-                passed.inputs, passed.logps, self._metrics["train"], passed.loss_mask, passed.rows_run
-            )
-        )
+        measured = passed.logps, self._metrics["train"], passed.scores.mask, passed.scores.rows_run
+        self._log_metrics(self.step_metrics.measure(inputs, *measured))
         terms, metrics = auxiliary_loss(self, passed)
         loss = (loss + terms) * weight
         if self.critic is not None:
@@ -551,14 +535,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         evaluated = not training and self.is_world_process_zero()
         with (
             patched_attribute(self, "_logs", flatten_conversations(self._logs)),
-            keep_training_table(self.args.output_dir, self.state.global_step, evaluated),
+            keep_training_table(str(self.args.output_dir), self.state.global_step, evaluated),
             warn_of_lost_table(self, self.mode),
         ):
             super().log(logs, start_time)
         if training:
             self.collapse_watch.start_window()
         if self.args.log_completions and self.is_world_process_zero():
-            remove_oldest_tables(self.args.output_dir, self.args.rollout_log_max_megabytes * 1e6)
+            remove_oldest_tables(str(self.args.output_dir), self.args.rollout_log_max_megabytes * 1e6)
         self.recorder.log(logs, self.mode)
 
     def create_model_card(  # type: ignore[override]  # TRL's differs from its parent's
@@ -572,20 +556,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     # What the hooks and the functions they call share
 
-    @property
-    def _rollout(self) -> Rollout | None:
-        return self._rollouts[-1] if self._rollouts else None
-
     @contextmanager
     def new_rollout(self, rows: list[dict[str, Any]], **options: Any) -> Iterator[Rollout]:
         """Open a new rollout for the hooks in this block; rollouts may be nested."""
-        if not self._rollouts:
+        if self._rollout is None:
             self.vision_cache.clear()
-        self._rollouts = (*self._rollouts, Rollout(normalise_image_columns(rows), **options))
-        try:
-            yield self._rollouts[-1]
-        finally:
-            self._rollouts = self._rollouts[:-1]
+        rollout = Rollout(normalise_image_columns(rows), **options)
+        with patched_attribute(self, "_rollout", rollout):
+            yield rollout
 
     def score(
         self, batch: dict[str, Any], want: Want, model: nn.Module | None = None, *, purpose: Purpose = Purpose.ROLLOUT
@@ -637,21 +615,18 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     def _weights_of_mode(self) -> AbstractContextManager[Any]:
         """Set the reward weights of this step; evaluations have the late weights, so that their scores compare."""
-        if not self.reward_schedule.changes:
+        schedule, state = self.reward_schedule, self.state
+        if not schedule.changes:
             return nullcontext()
-        weights, state = self._late_weights(), self.state
         if not self.model.training:
-            return patched_attribute(self, "reward_weights", weights)
-        early = self.reward_schedule.early_steps(self.args.get_warmup_steps(state.max_steps), state.max_steps)
-        now = self.reward_schedule.weights_at(state.global_step, early)
-        weights[: len(now)] = torch.tensor(now)
-        self.reward_weights = weights
+            return patched_attribute(self, "reward_weights", self._weights_with(schedule.regular))
+        early = schedule.early_steps(self.args.get_warmup_steps(state.max_steps), state.max_steps)
+        self.reward_weights = self._weights_with(schedule.weights_at(state.global_step, early))
         return nullcontext()
 
-    def _late_weights(self) -> torch.Tensor:
-        weights, late = self.reward_weights.clone(), self.reward_schedule.regular
-        weights[: len(late)] = torch.tensor(late)
-        return weights
+    def _weights_with(self, of_task: Sequence[float]) -> torch.Tensor:
+        """Return the reward weights with others for the rewards of the task, which the KL follows."""
+        return torch.cat([self.reward_weights.new_tensor(of_task), self.reward_weights[len(of_task) :]])
 
     def _wrap_rewards(self, rollout: Rollout | None) -> list[Any]:
         """Wrap the reward functions, so that they return one number or None per completion, or an error names them.
@@ -689,7 +664,7 @@ def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
     """
     returned = rollout.token_weights or []
     missing = torch.tensor([each is None for each in returned], dtype=torch.bool)
-    if "token_weights" in builtin_rules(trainer.args):
+    if trainer.args.token_weights:
         if rollout.signals is not None and returned:  # on all processes, whichever of them have weights
             mask = valid_tokens(rollout.batch)
             weights = stack_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)

@@ -95,7 +95,7 @@ def wanted_scores(
         )
     return Want(
         entropies=True,
-        hidden=(trainer.kl.full is not None and trainer.kl.penalises) or measurement.needs("shift"),
+        hidden=(trainer.kl.full is not None and trainer.args.penalises_kl) or measurement.needs("shift"),
         values=None if trainer.critic is None else trainer.critic.head,
         attention=attention,
     )

@@ -218,7 +218,7 @@ def test_greedy_completions_without_a_reward_are_no_baseline(make, others):
     """ReMax; rewards of sampled completions lie far from 0."""
 
     def reward(completions, **kwargs):
-        return [None if trainer._rollouts[-1].greedy else 25.0] * len(completions)
+        return [None if trainer._rollout.greedy else 25.0] * len(completions)
 
     trainer = make(rewards=[reward, *others], advantage_estimator="remax", max_steps=1)
     trainer.train()

@@ -2,60 +2,41 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import DistributedType
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from trl.models.utils import disable_gradient_checkpointing
 
-from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import NotFiniteError
-from vgr_trl.metrics.step_metrics import StageClock
 from vgr_trl.passes.loss_mask import Skipping, scatter_back, score_only_tokens
-from vgr_trl.passes.micro_batches import RowsPerPass
 from vgr_trl.patches.trl import make_completions_causal
-from vgr_trl.sharing.context_manager import SharedPasses, whole_groups
+from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.sharing.context_manager import whole_groups
 from vgr_trl.sharing.lending import READ_AGAIN, is_last_micro_batch
 from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
 from vgr_trl.sharing.shared_forward import has_images
 from vgr_trl.signals.scoring import Purpose, Scores, Want, head_with_average_gradient, score
-from vgr_trl.vision.dummy_image import DummyImage
-from vgr_trl.vision.feature_cache import VisionCache
 
 
-@dataclass
 class ForwardPasses:
     """Runs the forward passes of a run, which share prompts and skip tokens without loss.
 
-    Attributes:
+    Args:
+        trainer: its model is the policy, whose passes in evaluation mode are not counted and not timed.
         plain: TRL's `_get_per_token_logps_and_entropies`.
-        policy: the model that trains; passes in its evaluation mode are not counted and not timed.
-        args: options of the run.
-        accelerator: of the trainer.
-        clock: times the passes without gradients.
+
+    Attributes:
         skipping: decides which tokens of a micro-batch run.
-        rows: rows of a training pass.
-        vision_cache: keeps image features.
-        shared: shares prompts.
-        dummy_image: lets a process without images run the vision tower; None: not needed.
     """
 
-    plain: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
-    policy: PreTrainedModel
-    args: DAPOConfig
-    accelerator: Accelerator
-    clock: StageClock
-    skipping: Skipping
-    rows: RowsPerPass
-    vision_cache: VisionCache
-    shared: SharedPasses
-    dummy_image: DummyImage | None
-
-    def __post_init__(self) -> None:
-        self.features = self.skipping.features
+    def __init__(self, trainer: ConstructedTrainer, plain: Callable[..., tuple[Tensor, Any, Any]]) -> None:
+        self.plain, self.policy, self.args, self.accelerator = plain, trainer.model, trainer.args, trainer.accelerator
+        self.features, self.clock, self.dummy_image = trainer.features, trainer.clock, trainer.dummy_image
+        self.rows, self.shared, self.vision_cache = trainer.rows_per_pass, trainer.shared_passes, trainer.vision_cache
+        self.skipping = Skipping(trainer.features, bool(trainer.tools), trainer.pad_to_multiple_of)
 
     def run_pass(
         self, model: nn.Module, batch: Mapping[str, Any], want: Want, *, purpose: Purpose, gradients: bool

@@ -60,7 +60,7 @@ def flatten_conversations(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def keep_training_table(output_dir: str | None, step: int, evaluates: bool) -> Iterator[None]:
+def keep_training_table(output_dir: str, step: int, evaluates: bool) -> Iterator[None]:
     """Write the table of completions of an evaluation to a file of its own, `…_eval`, in this block.
 
     TRL 1.16 names both tables by the step, so that an evaluation would overwrite the table of training.
@@ -70,7 +70,7 @@ def keep_training_table(output_dir: str | None, step: int, evaluates: bool) -> I
         step: number of the step.
         evaluates: whether this process writes the table of an evaluation.
     """
-    file = _tables_folder(output_dir) / f"completions_{step:05d}.parquet"
+    file = Path(output_dir, "completions", f"completions_{step:05d}.parquet")
     kept = file.with_suffix(".training")
     if evaluates and file.exists():
         file.replace(kept)
@@ -101,9 +101,9 @@ def warn_of_lost_table(trainer: GRPOTrainer, mode: str) -> Iterator[None]:
         logger.warning_once(f"Completions cannot be logged ({error_text(error)}); training continues without them.")
 
 
-def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:
+def remove_oldest_tables(output_dir: str, max_bytes: float) -> None:
     """Remove the oldest tables of completions, except the first, until all tables have at most `max_bytes`."""
-    paths = _tables_folder(output_dir).glob("completions_[0-9]*.parquet")
+    paths = Path(output_dir, "completions").glob("completions_[0-9]*.parquet")
     sizes = {path: path.stat().st_size for path in sorted(paths, key=lambda path: (int(path.stem.split("_")[1]), path))}
     total = sum(sizes.values())
     for path in list(sizes)[1:-1]:
@@ -111,10 +111,6 @@ def remove_oldest_tables(output_dir: str | None, max_bytes: float) -> None:
             return
         path.unlink(missing_ok=True)
         total -= sizes[path]
-
-
-def _tables_folder(output_dir: str | None) -> Path:
-    return Path(output_dir or "trainer_output", "completions")
 
 
 def _content_text(message: dict[str, Any]) -> str:
@@ -276,9 +272,8 @@ def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) ->
     """
     model: Any = trainer.model
     token = getattr(model.config, "image_token_id", None)
-    if release(installed) >= Version("1.16") or trainer.use_vllm or token is None:
-        return
-    if isinstance(trainer.processing_class, ProcessorMixin):
+    reads_images = isinstance(trainer.processing_class, ProcessorMixin) and token is not None
+    if release(installed) < Version("1.16") and reads_images and not trainer.use_vllm:
         options = {"suppress_tokens": [token], **trainer.generation_kwargs}
         trainer.generation_kwargs = options
         trainer.generation_config = GenerationConfig(**options, disable_compile=True)

@@ -35,8 +35,6 @@ def forget_with_new_weights(trainer: GRPOTrainer) -> None:
     Raises, with new weights:
         VLLMServerError: the server refuses to reset its cache.
     """
-    if not (trainer.use_vllm and trainer._is_vlm):
-        return
     generation: Any = trainer.vllm_generation
     plain = generation.sync_weights
 
@@ -69,8 +67,6 @@ def name_weights_as_saved(trainer: GRPOTrainer) -> None:
     Args:
         trainer: constructed.
     """
-    if not (trainer.use_vllm and trainer._is_vlm):
-        return
     policy: Any = trainer.model
     generation: Any = trainer.vllm_generation
     plain, model = generation._iter_named_params, causal_model(policy)
@@ -154,6 +150,8 @@ class UnexpandedPrompts:
             return read, *rest
 
         generation.generate = generate
+        if self.is_server:
+            send_images(generation, self.processor)
 
     @contextmanager
     def as_text(self, trainer: GRPOTrainer) -> Iterator[None]:
@@ -183,13 +181,9 @@ class UnexpandedPrompts:
 
 def plan_unexpanded_prompts(trainer: GRPOTrainer) -> UnexpandedPrompts | None:
     """Return what unexpands prompts for vLLM; None: vLLM needs nothing else than TRL gives it."""
-    needs = trainer.use_vllm and trainer._is_vlm
-    if not needs or "vllm_prompt_ids" in signature(GRPOTrainer._generate_single_turn).parameters:
+    if "vllm_prompt_ids" in signature(GRPOTrainer._generate_single_turn).parameters:
         return None
-    unexpanded = UnexpandedPrompts(trainer)
-    if unexpanded.is_server:
-        send_images(trainer)
-    return unexpanded
+    return UnexpandedPrompts(trainer)
 
 
 # Images for a server, which expands their prompts itself.
@@ -251,12 +245,10 @@ class ImagesOfPrompts:
         return Image.fromarray(np.asarray(self.read(image, do_convert_rgb=True)).transpose(1, 2, 0))
 
 
-def send_images(trainer: GRPOTrainer) -> None:
+def send_images(generation: Any, processor: Any) -> None:
     """Let TRL's client of a server, which only the main process has, send images with their prompts."""
-    generation: Any = trainer.vllm_generation
-    processor: Any = trainer.processing_class
     if client := getattr(generation, "vllm_client", None):
-        read = getattr(getattr(processor, "image_processor", None), "process_image", None)
+        read = getattr(processor.image_processor, "process_image", None)
         client._generate_from_features = ImagesOfPrompts(client, read).generate
         client.image_features = lambda images: images
         generation._place_features = lambda images, prompt_ids: images

@@ -1,5 +1,6 @@
 """Replay buffer: groups of earlier rollouts replace zero-variance groups."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
@@ -66,20 +67,17 @@ def cut_groups(rollout: Rollout, wanted: Sequence[int], pad_token_id: int, step:
     rows.columns.pop("advantages", None)
     lengths = [batch[name].sum(1).tolist() for name in ("prompt_mask", "completion_mask")]
     holders = {group: placement.holder(group) for group in wanted}
-    pieces: dict[int, list[Rows]] = {}  # pieces of the groups that this process holds, its own piece first
-    sent = []
+    pieces: dict[int, list[Rows]] = defaultdict(list)  # of the groups that this process holds, its own piece first
+    kept, sent = list[tuple[int, Rows]](), list[tuple[int, Rows]]()
     for group in wanted:
         if here := [row for row, _ in placement.here(group)]:
             widths = [max(1, *(of_rows[row] for row in here)) for of_rows in lengths]
-            piece = rows.take(here).trim(*widths).stored()
-            if holders[group] == placement.process_index:
-                pieces[group] = [piece]
-            else:
-                sent.append((group, piece))
-    if any(len(placement.holders(group)) > 1 for group in wanted):
-        for group, piece in gather_object(sent):
-            if holders[group] == placement.process_index:
-                pieces[group].append(piece)
+            pieces_of = kept if holders[group] == placement.process_index else sent
+            pieces_of.append((group, rows.take(here).trim(*widths).stored()))
+    is_spread = any(len(placement.holders(group)) > 1 for group in wanted)
+    for group, piece in kept + (gather_object(sent) if is_spread else []):
+        if holders[group] == placement.process_index:
+            pieces[group].append(piece)
     whole = {group: join_rows(parts, pad_token_id=pad_token_id).stored() for group, parts in pieces.items()}
     advantages, rewards = (
         each.detach().to("cpu", torch.float32).view(-1, placement.num_generations)

@@ -4,7 +4,7 @@ Tensors about groups cover all processes, prompt by prompt, so that every proces
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from itertools import count
 from math import gcd
@@ -142,19 +142,16 @@ def divide_by_one_deviation(
     own[[*first.filtered, *chosen, *replayed]] = False
     rewards = [first.rewards.view(-1, size)[own].flatten()]
     rewards += [source.selection.rewards.view(-1, size)[number] for source, number in chosen.values()]
-    if estimator == "grpo":
-        rewards += [group.rewards.to(first.rewards) for group in replayed.values()]
-    trained = torch.cat(rewards)
+    divided = replayed if estimator == "grpo" else {}
+    trained = torch.cat(rewards + [group.rewards.to(first.rewards) for group in divided.values()])
     for selection in selections:
         selection.advantages = estimate_advantages(selection.rewards, size, estimator, trained=trained)
     rounds[0].batch = {**rounds[0].batch, "advantages": first.local_advantages}
-    if estimator != "grpo":
-        return dict(replayed)
-    trained = trained.cpu()
-    return {
-        place: replace(group, advantages=estimate_advantages(group.rewards, size, estimator, trained=trained))
-        for place, group in replayed.items()
+    again = {
+        place: replace(group, advantages=estimate_advantages(group.rewards, size, estimator, trained=trained.cpu()))
+        for place, group in divided.items()
     }
+    return {**replayed, **again}
 
 
 def sum_task_rewards(rewards: Tensor, weights: Tensor, has_penalty: bool) -> Tensor:
@@ -187,7 +184,7 @@ def find_zero_variance(
     rows = len(rollout.batch["prompt_ids"])
     placement = Placement(rows, size, accelerator.process_index, accelerator.num_processes)
     rewards = weighted_sums(rollout.rewards, trainer.reward_weights)
-    tasks = sum_task_rewards(rollout.rewards, trainer.reward_weights, trainer.kl.penalises)
+    tasks = sum_task_rewards(rollout.rewards, trainer.reward_weights, trainer.args.penalises_kl)
     advantages = accelerator.gather(rollout.batch["advantages"])
     rollout.selection = selection = GroupSelection(placement, rewards, tasks, advantages)
     if trainer.critic is not None:
@@ -195,7 +192,7 @@ def find_zero_variance(
         selection.advantages = accelerator.gather(masked_mean(of_tokens, valid_tokens(rollout.batch)).squeeze(1))
     elif estimator != "grpo":
         if estimator == "remax":
-            baseline = greedy_baseline(rollout, placement, trainer.greedy_rewards, trainer.reward_weights)
+            baseline = greedy_baseline(trainer, rollout, placement)
         selection.advantages = estimate_advantages(rewards, size, estimator, baseline)
     if estimator != "grpo":
         rollout.batch = {**rollout.batch, "advantages": selection.local_advantages}
@@ -203,7 +200,7 @@ def find_zero_variance(
     zero_variance, filtered = list[int](), list[int]()
     if trainer.critic is None:
         advantages = selection.advantages
-        if trainer.kl.penalises:  # the KL penalty differs within a group, but says nothing about the task
+        if trainer.args.penalises_kl:  # the KL penalty differs within a group, but says nothing about the task
             advantages = estimate_advantages(tasks, size, estimator, baseline)
         spread = group_spread(advantages.view(-1, size), tasks.view(-1, size), estimator)
         zero_variance = _true_indices(~(spread > args.replay_var_epsilon))  # NaN too
@@ -220,28 +217,24 @@ def find_zero_variance(
     return selection
 
 
-def greedy_baseline(
-    rollout: Rollout, placement: Placement, greedy_rewards: Callable[..., Tensor], reward_weights: Tensor
-) -> Tensor:
+def greedy_baseline(trainer: ConstructedTrainer, rollout: Rollout, placement: Placement) -> Tensor:
     """Return the reward of one greedy completion per prompt for ReMax, (num_groups,), the same on every process.
 
     The process with a prompt's first completion generates it. Rewards that compare a group count as 0; a completion
     without other rewards has no baseline (NaN). Every process generates equally many completions; nothing is logged.
 
     Args:
+        trainer: generates, rewards and weighs the rewards.
         rollout: its rows and their conversations.
         placement: groups of the rollout on the processes.
-        greedy_rewards: generates one greedy completion per row, and returns the rewards of all processes,
-            (rows of all, F).
-        reward_weights: (F,), weights of the reward functions.
     """
     holders, processes = [*map(placement.holder, range(placement.num_groups))], range(placement.num_processes)
     firsts = [[group for group, holder in enumerate(holders) if holder == process] for process in processes]
     most, first_row = max(map(len, firsts)), placement.process_index * placement.rows
     mine = [group * placement.num_generations - first_row for group in firsts[placement.process_index]]
     rows = mine + [0] * (most - len(mine))  # collective calls: every process generates as many completions
-    rewards = greedy_rewards([rollout.rows[row] for row in rows], [rollout.messages[row] for row in rows])
-    sums = weighted_sums(rewards, reward_weights).view(placement.num_processes, most)
+    rewards = trainer.greedy_rewards([rollout.rows[row] for row in rows], [rollout.messages[row] for row in rows])
+    sums = weighted_sums(rewards, trainer.reward_weights).view(placement.num_processes, most)
     return torch.cat([sums[process, : len(groups)] for process, groups in enumerate(firsts)])
 
 
