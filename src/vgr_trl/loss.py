@@ -101,6 +101,25 @@ class AdaptiveKLController:
         error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
         self.coefficient *= 1 + error * num_samples / self.horizon
 
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficient, which is all that an update changes."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue with the coefficient of a `state_dict`."""
+        self.coefficient = state["coefficient"]
+
+
+class FixedKLController(AdaptiveKLController):
+    """A coefficient that no update changes.
+
+    Args:
+        coefficient: at least 0.
+    """
+
+    def __init__(self, coefficient: float) -> None:
+        super().__init__(coefficient, horizon=math.inf)
+
 
 def perception_divergence(logps: Tensor, perturbed_logps: Tensor, mask: Tensor) -> Tensor:
     """Return, per token, the KL divergence between the policy given the image and given the perturbed image.
@@ -320,8 +339,9 @@ class KLControl(SavedState):
     def __init__(self, args: "DAPOConfig", accelerator: Accelerator, full: FullKL | None) -> None:
         self.args, self.accelerator, self.full = args, accelerator, full
         self.is_adaptive = args.kl_coef > 0 and args.kl_type == "adaptive"
-        horizon = args.kl_horizon if self.is_adaptive else math.inf
-        self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, horizon)
+        self.controller: AdaptiveKLController = FixedKLController(args.kl_coef)
+        if self.is_adaptive:
+            self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
         self._totals, self._completions = Totals(), 0  # since the last update
 
     @torch.no_grad()
@@ -393,11 +413,11 @@ class KLControl(SavedState):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the coefficient, which an adaptive control saves in checkpoints."""
-        return {"coefficient": self.controller.coefficient}
+        return self.controller.state_dict()
 
     def load_states(self, states: list[dict[str, Any]]) -> None:
         """Continue with the coefficient of a checkpoint."""
-        self.controller.coefficient = states[0]["coefficient"]
+        self.controller.load_state_dict(states[0])
 
 
 _PER_COMPLETION = ("grpo", "sapo")

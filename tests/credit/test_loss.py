@@ -47,6 +47,10 @@ def test_coefficients_of_the_published_code():
         for mean_kl, samples, expected in case["updates"]:
             controller.update(mean_kl, samples)
             assert controller.coefficient == pytest.approx(expected, rel=1e-12)
+        fixed = terms.FixedKLController(0.0)
+        fixed.load_state_dict(controller.state_dict())
+        fixed.update(100.0, 1)
+        assert fixed.coefficient == controller.coefficient
 
 
 def leaves(original, perturbed):
