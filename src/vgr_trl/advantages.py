@@ -5,6 +5,8 @@ whose completions get advantage 0. Where a formula is undefined, because fewer t
 reward, the advantages are 0.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -50,8 +52,8 @@ def estimate_advantages(
     elif estimator == "rloo":
         # The distance to the mean of the others is n / (n - 1) times the distance to the mean of all.
         advantages = torch.where(count > 1, centred * count / (count - 1), torch.nan)
-    elif baseline is not None:  # remax
-        advantages = groups - baseline.unsqueeze(1)
+    elif estimator == "remax":
+        advantages = groups - cast("Tensor", baseline).unsqueeze(1)
     elif estimator == "reinforce_plus_plus":
         batch = groups if trained is None else trained.double().view(-1, num_generations)
         advantages = centred / (row_std(_centre(batch).view(1, -1)) + 1e-8)

@@ -121,8 +121,9 @@ def extract_description(text: str, tag: str, or_all: bool) -> str | None:
         tag: name of the tags.
         or_all: return the whole text if there are no tags, instead of None.
     """
-    if found := re.search(f"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL):
-        return found[1].strip()
+    behind, closed, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
+    if closed:
+        return behind.strip()
     return text if or_all else None
 
 

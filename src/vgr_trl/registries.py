@@ -103,8 +103,8 @@ def import_attribute(spec: str, kind: str, error_type: type[VGRError] = ConfigEr
     try:
         return getattr(module, attribute)
     except AttributeError:
-        names = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-        accepted = ", ".join(names) or "another module"
+        own = {key: value for key, value in vars(module).items() if callable(value) and key[0] != "_"}
+        accepted = ", ".join(key for key in own if own[key].__module__ == module.__name__) or "another module"
         raise error_type(f"{path} has no {kind} {attribute!r}: give one of {accepted}.") from None
 
 
