@@ -97,13 +97,9 @@ def read_row_images(
     thumbnails: dict[str, bytes] = {}
     for value, grid in zip([*images_of(row), *returned], chain(grids, repeat(None)), strict=False):
         try:
-            image = open_image(value)
+            recorded.append(record_image(open_image(value), thumbnails, grid))
         except DataError:  # a `rollout_func` may have read it otherwise
             recorded.append(RecordedImage(None, 0, 0, grid))
-            continue
-        name, content = make_thumbnail(image)
-        thumbnails[name] = content
-        recorded.append(RecordedImage(name, *image.size, grid))
     if len(recorded) == 1:
         size = recorded[0].width, recorded[0].height
         with suppress(DataError):  # the column has no boxes
@@ -111,23 +107,22 @@ def read_row_images(
     return recorded, thumbnails
 
 
-def make_thumbnail(image: Image.Image) -> tuple[str, bytes]:
-    """Return name and content of a WebP thumbnail of at most 256 pixels per side, on white if transparent.
+def record_image(image: Image.Image, thumbnails: dict[str, bytes], grid: Grid | None = None) -> RecordedImage:
+    """Return an image as it is recorded; add a thumbnail of at most 256 pixels per side, on white if transparent.
 
-    Equal images get the same name.
+    Args:
+        image: any image; equal images get the same name.
+        thumbnails: receives the content of a WebP file, by name.
+        grid: rows and columns of its vision tokens; None if unknown.
     """
     small, data = image.copy(), io.BytesIO()
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     if small.has_transparency_data:
         small = Image.alpha_composite(Image.new("RGBA", small.size, "white"), small.convert("RGBA"))
     small.convert("RGB").save(data, "WEBP", quality=WEBP_QUALITY)
-    return f"images/{sha1(data.getvalue(), usedforsecurity=False).hexdigest()}.webp", data.getvalue()
-
-
-def record_images(images: Sequence[Image.Image]) -> tuple[list[RecordedImage], dict[str, bytes]]:
-    """Return images as they are recorded, and their thumbnails by name."""
-    made = [make_thumbnail(image) for image in images]
-    return [RecordedImage(name, *image.size) for (name, _), image in zip(made, images, strict=True)], dict(made)
+    name = f"images/{sha1(data.getvalue(), usedforsecurity=False).hexdigest()}.webp"
+    thumbnails[name] = data.getvalue()
+    return RecordedImage(name, *image.size, grid)
 
 
 def find_image_grids(batch: Mapping[str, Any], row: int, processor: Any, num_vision: int | None) -> list[Grid | None]:
