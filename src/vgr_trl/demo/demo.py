@@ -8,10 +8,10 @@ import json
 import math
 import random
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,10 +171,8 @@ class Questions:
 
 def draw(seed: int) -> Questions:
     """Return the open questions of the demo."""
-    sizes: dict[Split, int] = {"train": 3000, "validation": 128, "test": 320}
-    return Questions(
-        **{split: draw_questions(n, seed=seed, split=split, multiple_choice=False) for split, n in sizes.items()}
-    )
+    ask = partial(draw_questions, seed=seed, multiple_choice=False)
+    return Questions(ask(3000, split="train"), ask(128, split="validation"), ask(320, split="test"))
 
 
 def build_row_prompt(row: Row) -> list[dict[str, Any]]:
@@ -448,8 +446,6 @@ def set_up_process(options: Options) -> None:
     disable_progress_bars()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    # TRL 1.16 reads a property at every step that transformers has renamed.
-    warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing", category=FutureWarning)
 
 
 def run_demo(options: Options, output_dir: Path, questions: Questions | None = None) -> bool:
