@@ -12,6 +12,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.collapse import first_signs
@@ -123,9 +125,8 @@ def build_pages(
                 found.append((make_page(shown, {}, scores), path, partial(add_answers, answers)))
         else:
             run = read_run(path)
-            page = make_page(name or run.name, run.description)
-            page["setup"] = read_setup(run)
-            page["compared"] = read_comparison(run.folder.parent)
+            about = {"setup": read_setup(run), "compared": read_comparison(run.folder.parent)}
+            page = make_page(name or run.name, run.description) | about
             add_curves(page, run.folder)
             found.append((page, run.folder.parent, partial(add_records, run)))
     pages = [page for page, _, _ in found]
@@ -289,9 +290,8 @@ def _thin_curves(pages: Sequence[Page], max_bytes: int) -> int:
 
 
 def _thin_curve(curve: dict[str, Any], points: int) -> dict[str, Any]:
-    if (count := len(curve["steps"])) <= points:
-        return curve
-    kept = [index * (count - 1) // (points - 1) for index in range(points)]
+    count = len(curve["steps"])
+    kept = np.linspace(0, count - 1, min(count, points), dtype=int)
     return curve | {name: [curve[name][index] for index in kept] for name in ("steps", "values")}
 
 
