@@ -113,9 +113,6 @@ class DataArguments:
         return ImageLimits(self.min_pixels, self.max_pixels, self.max_short_side, self.filter_big_images)
 
 
-DEFAULT_REWARDS = ("accuracy", "format", "length")
-
-
 @dataclass
 class RewardFileArguments:
     """Reward files"""
@@ -146,9 +143,9 @@ class RewardFileArguments:
 class RewardArguments(RewardFileArguments):
     """Rewards and tools"""
 
-    reward_funcs: list[str] | None = option(None, "Rewards, in the order of reward_weights (default: accuracy format "
-        "length): names (accuracy, vgr, vgr_hard_negative, mdi, region, blind_accuracy, format, think_only_format, "
-        "tag_count, paired_tags, tool_reward, tool_cost, length, or of installed packages), dotted paths "
+    reward_funcs: list[str] = option(["accuracy", "format", "length"], "Rewards, in the order of reward_weights: names "
+        "(accuracy, vgr, vgr_hard_negative, mdi, region, blind_accuracy, format, think_only_format, tag_count, "
+        "paired_tags, tool_reward, tool_cost, length, or of installed packages), dotted paths "
         "(my_package.rewards.my_reward) or files (my_rewards.py:my_reward).")
     reward_model_name_or_path: str | None = option(None, "Sequence classifier whose score is the first reward.")
     environment: str | None = option(None, "Tools that completions may call: zoom, look_again, or a class of your own, "
@@ -479,11 +476,9 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     """
     parser = _Parser(groups, command)
     given, rest = parser.parse_known_args(argv)
-    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
-    left_out = [_option_name(flag) for flag in flags]
-    for flag, name in zip(flags, left_out, strict=True):
-        if name not in ignored:
-            raise ConfigError(f"Unknown flag {flag}.{did_you_mean(flag, parser._option_string_actions)}")
+    left_out = [_option_name(word) for word in rest if word.startswith("--")]
+    if unknown := [f"--{name}" for name in left_out if name not in ignored]:
+        raise ConfigError(f"Unknown flag {unknown[0]}.{did_you_mean(unknown[0], parser._option_string_actions)}")
     if rest and not rest[0].startswith("--"):
         raise ConfigError(f"{rest[0]!r} is not a flag or its value: remove it, or quote the value that it is part of.")
     typed = [_option_name(word) for word in argv if word.startswith("--")]

@@ -36,7 +36,6 @@ from vgr_trl.checkpoints import (
     resume_mode,
 )
 from vgr_trl.cli.arguments import (
-    DEFAULT_REWARDS,
     DataArguments,
     RewardArguments,
     RunArguments,
@@ -79,8 +78,6 @@ def main(argv: Sequence[str]) -> int:
     """Parse flags (or `--config x.yaml`, which flags override), train, and return 0."""
     groups = RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig
     how, data, rewards, config, model = parse(groups, "train", argv)
-    if rewards.reward_funcs is None:
-        rewards.reward_funcs = list(DEFAULT_REWARDS)
     close_group_at_exit()
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
@@ -178,7 +175,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used.
     """
-    reward_funcs = rewards.load(rewards.reward_funcs or (), config.max_completion_length, config.soft_punish_cache)
+    reward_funcs = rewards.load(rewards.reward_funcs, config.max_completion_length, config.soft_punish_cache)
     if rewards.reward_model_name_or_path:
         reward_funcs.insert(0, rewards.reward_model_name_or_path)
     is_main, skipped_file = config.process_index == 0, Path(config.output_dir or "trainer_output") / "skipped.jsonl"
@@ -295,8 +292,7 @@ def run_identity(
         files = parse_data_files(data.data_files)
         source = ",".join(f"{key}={'+'.join(str(path.resolve()) for path in files[key])}" for key in sorted(files))
     columns = [f" {flag}={vars(data)[flag]}" for flag in FLAGS if vars(data)[flag] is not None]
-    names = rewards.reward_funcs or ()
-    prompt = load_system_prompt(data)
+    names, prompt = rewards.reward_funcs, load_system_prompt(data)
     if isinstance(prompt, str):
         prompt = PromptTemplate(prompt)
     return {
@@ -305,7 +301,7 @@ def run_identity(
         "dataset_config": data.dataset_config,
         "dataset_train_split": data.dataset_train_split,
         "system_prompt": None if prompt is None else {"role": prompt.role, "text": prompt.text},
-        "reward_funcs": replace_by_hard_negative(names) if config.vgr_hard_negative else list(names),
+        "reward_funcs": replace_by_hard_negative(names) if config.vgr_hard_negative else names,
         "reward_model": rewards.reward_model_name_or_path,
         "environment": rewards.environment,
         "lora": [model.lora_r, model.lora_target_modules, model.use_dora] if model.use_peft else None,
@@ -470,9 +466,7 @@ def total_steps(trainer: DAPOTrainer) -> int:
 
 
 def count_rows(dataset: Any) -> str:
-    """Format the number of rows of a data set, or of each of its parts."""
-    if isinstance(dataset, dict):
-        return " + ".join(f"{name} {count_rows(part)}" for name, part in dataset.items())
+    """Format the number of rows of a data set."""
     return "none" if dataset is None else f"{len(dataset):,} rows" if isinstance(dataset, Sized) else "a stream"
 
 
