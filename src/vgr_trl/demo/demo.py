@@ -417,8 +417,8 @@ def trainer_options(options: Options, output_dir: Path, **changed: Any) -> DAPOC
         "output_dir": str(output_dir), "seed": options.seed, "max_steps": options.steps, "bf16": False,
         "use_cpu": options.device == "cpu", "max_completion_length": 16,
         "per_device_train_batch_size": batch, "num_generations": options.num_generations,
-        "temperature": options.temperature, "learning_rate": options.learning_rate, "warmup_steps": 3,
-        "lr_scheduler_type": options.lr_scheduler_type, "reward_weights": [1.0, 0.2], "gradient_checkpointing": False,
+        "learning_rate": options.learning_rate, "warmup_steps": 3, "lr_scheduler_type": "constant_with_warmup",
+        "reward_weights": [1.0, 0.2], "gradient_checkpointing": False,
         "logging_steps": 1, "log_completions": True, "num_completions_to_print": 0, "report_to": "none",
         "save_strategy": "no", "dataloader_pin_memory": False,
         "disable_tqdm": False,  # logging errors only, as here, would turn the bar off and a printer on

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     PaddleOCRVLProcessor,
     PreTrainedTokenizerFast,
@@ -34,19 +34,12 @@ def build_processor(texts: Iterable[str]) -> PaddleOCRVLProcessor:
     Of the classes that transformers has for Qwen2-VL's image processor, PaddleOCR-VL's has no video processor, which
     needs torchvision; so `AutoProcessor` opens the saved one anywhere. Images become the same inputs.
     """
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=4096,  # an upper bound: merging stops when every word is one token
-        min_frequency=1,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=list(SPECIAL_TOKENS),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["user\n", "assistant\n", "system\n", *texts], trainer)
+    words = ["user\n", "assistant\n", "system\n", *texts]
+    training = {"vocab_size": 4096, "min_frequency": 1}  # an upper bound: merging stops when every word is one token
+    backend = ByteLevelBPETokenizer()
+    backend.train_from_iterator(words, **training, special_tokens=list(SPECIAL_TOKENS), show_progress=False)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=backend._tokenizer,
         eos_token=EOS,
         pad_token=PAD,
         extra_special_tokens=[token for token in SPECIAL_TOKENS if token not in (EOS, PAD)],
