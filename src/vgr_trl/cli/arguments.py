@@ -334,10 +334,9 @@ def load_processor(name: str, revision: str | None = None, trust_remote_code: bo
     adapter, files = load_adapter_config(name, revision), ("processor_config.json", "tokenizer_config.json")
     if adapter is not None and not any((Path(name) / file).exists() for file in files):
         name, revision = str(adapter.base_model_name_or_path), adapter.revision
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with raise_config_errors(name), naming_torchvision(name):
-        processor = AutoProcessor.from_pretrained(
-            name, revision=revision, padding_side="left", trust_remote_code=trust_remote_code
-        )
+        processor = AutoProcessor.from_pretrained(name, padding_side="left", **options)
     if processor.chat_template is None:
         raise ConfigError(f"{name} has no chat template: give its instruct version, or save one with its tokenizer.")
     return processor
@@ -493,11 +492,10 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
         values = override_recipe(str(recipe), options, drop_displaced(values, stated), str(given.config), method)
     if left_out:
         print(f"Without effect here: {', '.join(left_out)}.", file=sys.stderr)
-    words = parser.to_words(drop_displaced(values, stated))
+    words = [*parser.to_words(drop_displaced(values, stated)), *argv]
     with raise_config_errors():
-        return parser.parse_args_into_dataclasses(
-            [*words, *argv], return_remaining_strings=True, look_for_args_file=False
-        )[: len(groups)]
+        made = parser.parse_args_into_dataclasses(words, return_remaining_strings=True, look_for_args_file=False)
+        return made[: len(groups)]
 
 
 def _option_name(flag: str) -> str:
