@@ -120,17 +120,9 @@ def _shade(colour: tuple[int, int, int], change: int) -> tuple[int, ...]:
 
 def _draw_scenes(rng: random.Random, split: Split) -> Iterator[Scene]:
     while True:
-        size = rng.randint(17, 25)
-        scene = Scene(
-            colour=rng.choice(tuple(COLOURS)),
-            shape=rng.choice(SHAPES),
-            corner=rng.choice(tuple(PAPERS)),
-            size=size,
-            x=rng.randint(1, CELL - 1 - size),
-            y=rng.randint(1, CELL - 1 - size),
-            shade=rng.randint(108, 148),
-            paper=rng.randint(215, 255),
-        )
+        size, words = rng.randint(17, 25), {family: rng.choice(known) for family, (_, known) in FAMILIES.items()}
+        x, y = (rng.randint(1, CELL - 1 - size) for _ in range(2))
+        scene = Scene(**words, size=size, x=x, y=y, shade=rng.randint(108, 148), paper=rng.randint(215, 255))
         if SPLITS[zlib.crc32(repr(scene).encode()) % 10] == split:
             yield scene
 

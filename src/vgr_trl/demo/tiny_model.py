@@ -13,9 +13,8 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
-SPECIAL_TOKENS = (
-    PAD, "<|im_start|>", EOS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
-)  # fmt: skip
+_VISION = ("vision_start", "vision_end", "image_pad", "video_pad")
+SPECIAL_TOKENS = (PAD, "<|im_start|>", EOS, *(f"<|{name}|>" for name in _VISION))
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")  # not special: they must survive skip_special_tokens
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -87,11 +86,7 @@ def build_tiny_vlm(
         "depth": vision_depth, "num_heads": num_heads, "out_hidden_size": hidden_size,
         "fullatt_block_indexes": [vision_depth - 1],
     }  # fmt: skip
-    tokens = {
-        f"{name}_token_id": ids(f"<|{token}|>")
-        for name, token in (("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"),
-                            ("vision_end", "vision_end"))
-    }  # fmt: skip
+    tokens = {f"{name.removesuffix('_pad')}_token_id": ids(f"<|{name}|>") for name in _VISION}
     config = Qwen2_5_VLConfig(text_config=both | text, vision_config=both | vision, tie_word_embeddings=True, **tokens)
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
