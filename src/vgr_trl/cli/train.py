@@ -377,15 +377,14 @@ def suggest_options(parameters: float, memory: float, device: str) -> dict[str, 
 
 def final_metrics(trainer: DAPOTrainer) -> dict[str, float]:
     """Return the evaluation metrics of the trained model; empty without evaluation data."""
-    state, is_best = trainer.state, trainer.args.load_best_model_at_end
 
     def logged() -> dict[str, float]:
-        entries = (entry for entry in state.log_history if entry["step"] == state.global_step)
+        entries = (entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step)
         return {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
 
-    if trainer.eval_dataset is not None and (is_best or not logged()):
+    if trainer.eval_dataset is not None and (trainer.args.load_best_model_at_end or not logged()):
         trainer.evaluate()
-    return {} if trainer.eval_dataset is None else logged()
+    return logged()
 
 
 PLAN_OPTIONS = "learning_rate", "temperature", "max_completion_length", "loss_type", "beta", "use_vllm", "seed"
