@@ -319,12 +319,10 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
     """
     refuse_unwritable(output_dir, "output_dir", is_folder=True)
     file = output_dir / RUN_FILE
-    is_read = file.exists() and (resume is not None or may_repeat)
-    before = json.loads(file.read_text(encoding="utf-8")) if is_read else {}
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() and (resume or may_repeat) else {}
     if resume is None and before != identity:
         # A run that failed before its first checkpoint leaves nothing to lose.
-        present = [name for name in TRACES if (output_dir / name).exists()]
-        present += sorted(path.name for path in output_dir.glob("checkpoint-*"))
+        present = [path.name for name in (*TRACES, "checkpoint-*") for path in sorted(output_dir.glob(name))]
         if present:
             cure = "" if may_repeat else ", or continue that run with --resume_from_checkpoint latest"
             raise ConfigError(f"output_dir {output_dir} holds a run ({present[0]}): choose another one{cure}.")

@@ -4,7 +4,6 @@ import base64
 import json
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -130,9 +129,9 @@ def build_pages(
             add_curves(page, run.folder)
             found.append((page, run.folder.parent, partial(add_records, run)))
     pages = [page for page, _, _ in found]
-    repeated = {name for name, count in Counter(page["name"] for page in pages).items() if count > 1}
+    named = [page["name"] for page in pages]
     for page, path, _ in found:
-        page["name"] += f" ({path})" if page["name"] in repeated else ""
+        page["name"] += f" ({path})" * (named.count(page["name"]) > 1)
     left = max_bytes - _thin_curves(pages, int(CURVES_SHARE * max_bytes))
     left -= sum(_compressed_size(page["options"]) for page in pages)
     images: dict[str, str] = {}
