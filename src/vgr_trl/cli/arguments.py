@@ -113,9 +113,6 @@ class DataArguments:
         return ImageLimits(self.min_pixels, self.max_pixels, self.max_short_side, self.filter_big_images)
 
 
-DEFAULT_REWARDS = ("accuracy", "format", "length")
-
-
 @dataclass
 class RewardFileArguments:
     """Reward files"""
@@ -146,9 +143,9 @@ class RewardFileArguments:
 class RewardArguments(RewardFileArguments):
     """Rewards and tools"""
 
-    reward_funcs: list[str] | None = option(None, "Rewards, in the order of reward_weights (default: accuracy format "
-        "length): names (accuracy, vgr, vgr_hard_negative, mdi, region, blind_accuracy, format, think_only_format, "
-        "tag_count, paired_tags, tool_reward, tool_cost, length, or of installed packages), dotted paths "
+    reward_funcs: list[str] = option(["accuracy", "format", "length"], "Rewards, in the order of reward_weights: names "
+        "(accuracy, vgr, vgr_hard_negative, mdi, region, blind_accuracy, format, think_only_format, tag_count, "
+        "paired_tags, tool_reward, tool_cost, length, or of installed packages), dotted paths "
         "(my_package.rewards.my_reward) or files (my_rewards.py:my_reward).")
     reward_model_name_or_path: str | None = option(None, "Sequence classifier whose score is the first reward.")
     environment: str | None = option(None, "Tools that completions may call: zoom, look_again, or a class of your own, "
@@ -337,10 +334,9 @@ def load_processor(name: str, revision: str | None = None, trust_remote_code: bo
     adapter, files = load_adapter_config(name, revision), ("processor_config.json", "tokenizer_config.json")
     if adapter is not None and not any((Path(name) / file).exists() for file in files):
         name, revision = str(adapter.base_model_name_or_path), adapter.revision
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with raise_config_errors(name), naming_torchvision(name):
-        processor = AutoProcessor.from_pretrained(
-            name, revision=revision, padding_side="left", trust_remote_code=trust_remote_code
-        )
+        processor = AutoProcessor.from_pretrained(name, padding_side="left", **options)
     if processor.chat_template is None:
         raise ConfigError(f"{name} has no chat template: give its instruct version, or save one with its tokenizer.")
     return processor
@@ -479,11 +475,9 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     """
     parser = _Parser(groups, command)
     given, rest = parser.parse_known_args(argv)
-    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
-    left_out = [_option_name(flag) for flag in flags]
-    for flag, name in zip(flags, left_out, strict=True):
-        if name not in ignored:
-            raise ConfigError(f"Unknown flag {flag}.{did_you_mean(flag, parser._option_string_actions)}")
+    left_out = [_option_name(word) for word in rest if word.startswith("--")]
+    if unknown := [f"--{name}" for name in left_out if name not in ignored]:
+        raise ConfigError(f"Unknown flag {unknown[0]}.{did_you_mean(unknown[0], parser._option_string_actions)}")
     if rest and not rest[0].startswith("--"):
         raise ConfigError(f"{rest[0]!r} is not a flag or its value: remove it, or quote the value that it is part of.")
     typed = [_option_name(word) for word in argv if word.startswith("--")]
@@ -498,11 +492,10 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
         values = override_recipe(str(recipe), options, drop_displaced(values, stated), str(given.config), method)
     if left_out:
         print(f"Without effect here: {', '.join(left_out)}.", file=sys.stderr)
-    words = parser.to_words(drop_displaced(values, stated))
+    words = [*parser.to_words(drop_displaced(values, stated)), *argv]
     with raise_config_errors():
-        return parser.parse_args_into_dataclasses(
-            [*words, *argv], return_remaining_strings=True, look_for_args_file=False
-        )[: len(groups)]
+        made = parser.parse_args_into_dataclasses(words, return_remaining_strings=True, look_for_args_file=False)
+        return made[: len(groups)]
 
 
 def _option_name(flag: str) -> str:

@@ -140,15 +140,9 @@ def convert_run(flags: argparse.Namespace) -> None:
         return load_split(config if data.data_files else asked, **source | {"dataset_config": config})
 
     rows: Any = load_split(asked, **source) if converter.join is None else converter.join(load)
-    rules = Rules(
-        converter,
-        source_name(data),
-        keys_of(**vars(flags)),
-        image_root(data, asked, rows),
-        data.image_limits(),
-        read_ids(flags.question_id_file) if flags.question_id_file else None,
-        flags.subset_size,
-    )
+    root, keys, limits = image_root(data, asked, rows), keys_of(**vars(flags)), data.image_limits()
+    ids = read_ids(flags.question_id_file) if flags.question_id_file else None
+    rules = Rules(converter, source_name(data), keys, root, limits, ids, flags.subset_size)
     columns = columns_of([(rows, rules)], converter.several_images)
     with prepare_folder(flags.output_dir, [data.dataset_path]) as working:
         rows = convert_rows(rows, rules, columns, working, flags.workers)

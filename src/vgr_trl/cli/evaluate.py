@@ -105,13 +105,11 @@ def find_trained_prompt(model: str) -> dict[str, Any]:
 def _report_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the prompt text and base64 image thumbnails of a row, for `vgr-trl report`."""
     pictures, thumbnails = read_row_images(row, [])
-    encoded = {file: base64.b64encode(thumbnail).decode() for file, thumbnail in thumbnails.items()}
     parts = [part for turn in row["prompt"] if turn["role"] != "system" for part in to_parts(turn["content"])]
-    images = [
-        {"file": each.file, "width": each.width, "height": each.height, "thumbnail": encoded[each.file]}
-        for each in pictures
-        if each.file
-    ]
+    images = []
+    for each in pictures:
+        thumbnail = base64.b64encode(thumbnails[str(each.file)]).decode()
+        images.append({"file": each.file, "width": each.width, "height": each.height, "thumbnail": thumbnail})
     return {"prompt": "\n".join(part.get("text") or f"<{part['type']}>" for part in parts), "images": images}
 
 

@@ -36,7 +36,6 @@ from vgr_trl.checkpoints import (
     resume_mode,
 )
 from vgr_trl.cli.arguments import (
-    DEFAULT_REWARDS,
     DataArguments,
     RewardArguments,
     RunArguments,
@@ -79,8 +78,6 @@ def main(argv: Sequence[str]) -> int:
     """Parse flags (or `--config x.yaml`, which flags override), train, and return 0."""
     groups = RunArguments, DataArguments, RewardArguments, DAPOConfig, ModelConfig
     how, data, rewards, config, model = parse(groups, "train", argv)
-    if rewards.reward_funcs is None:
-        rewards.reward_funcs = list(DEFAULT_REWARDS)
     close_group_at_exit()
     if not model.model_name_or_path:
         raise ConfigError("model_name_or_path is missing: give a checkpoint folder or a hub name.")
@@ -178,7 +175,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     Raises:
         ConfigError, DataError, RewardError: an option, the data or a reward cannot be used.
     """
-    reward_funcs = rewards.load(rewards.reward_funcs or (), config.max_completion_length, config.soft_punish_cache)
+    reward_funcs = rewards.load(rewards.reward_funcs, config.max_completion_length, config.soft_punish_cache)
     if rewards.reward_model_name_or_path:
         reward_funcs.insert(0, rewards.reward_model_name_or_path)
     is_main, skipped_file = config.process_index == 0, Path(config.output_dir or "trainer_output") / "skipped.jsonl"
@@ -295,8 +292,7 @@ def run_identity(
         files = parse_data_files(data.data_files)
         source = ",".join(f"{key}={'+'.join(str(path.resolve()) for path in files[key])}" for key in sorted(files))
     columns = [f" {flag}={vars(data)[flag]}" for flag in FLAGS if vars(data)[flag] is not None]
-    names = rewards.reward_funcs or ()
-    prompt = load_system_prompt(data)
+    names, prompt = rewards.reward_funcs, load_system_prompt(data)
     if isinstance(prompt, str):
         prompt = PromptTemplate(prompt)
     return {
@@ -305,7 +301,7 @@ def run_identity(
         "dataset_config": data.dataset_config,
         "dataset_train_split": data.dataset_train_split,
         "system_prompt": None if prompt is None else {"role": prompt.role, "text": prompt.text},
-        "reward_funcs": replace_by_hard_negative(names) if config.vgr_hard_negative else list(names),
+        "reward_funcs": replace_by_hard_negative(names) if config.vgr_hard_negative else names,
         "reward_model": rewards.reward_model_name_or_path,
         "environment": rewards.environment,
         "lora": [model.lora_r, model.lora_target_modules, model.use_dora] if model.use_peft else None,
@@ -323,12 +319,10 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
     """
     refuse_unwritable(output_dir, "output_dir", is_folder=True)
     file = output_dir / RUN_FILE
-    is_read = file.exists() and (resume is not None or may_repeat)
-    before = json.loads(file.read_text(encoding="utf-8")) if is_read else {}
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() and (resume or may_repeat) else {}
     if resume is None and before != identity:
         # A run that failed before its first checkpoint leaves nothing to lose.
-        present = [name for name in TRACES if (output_dir / name).exists()]
-        present += sorted(path.name for path in output_dir.glob("checkpoint-*"))
+        present = [path.name for name in (*TRACES, "checkpoint-*") for path in sorted(output_dir.glob(name))]
         if present:
             cure = "" if may_repeat else ", or continue that run with --resume_from_checkpoint latest"
             raise ConfigError(f"output_dir {output_dir} holds a run ({present[0]}): choose another one{cure}.")
@@ -381,15 +375,14 @@ def suggest_options(parameters: float, memory: float, device: str) -> dict[str, 
 
 def final_metrics(trainer: DAPOTrainer) -> dict[str, float]:
     """Return the evaluation metrics of the trained model; empty without evaluation data."""
-    state, is_best = trainer.state, trainer.args.load_best_model_at_end
 
     def logged() -> dict[str, float]:
-        entries = (entry for entry in state.log_history if entry["step"] == state.global_step)
+        entries = (entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step)
         return {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
 
-    if trainer.eval_dataset is not None and (is_best or not logged()):
+    if trainer.eval_dataset is not None and (trainer.args.load_best_model_at_end or not logged()):
         trainer.evaluate()
-    return {} if trainer.eval_dataset is None else logged()
+    return logged()
 
 
 PLAN_OPTIONS = "learning_rate", "temperature", "max_completion_length", "loss_type", "beta", "use_vllm", "seed"
@@ -470,9 +463,7 @@ def total_steps(trainer: DAPOTrainer) -> int:
 
 
 def count_rows(dataset: Any) -> str:
-    """Format the number of rows of a data set, or of each of its parts."""
-    if isinstance(dataset, dict):
-        return " + ".join(f"{name} {count_rows(part)}" for name, part in dataset.items())
+    """Format the number of rows of a data set."""
     return "none" if dataset is None else f"{len(dataset):,} rows" if isinstance(dataset, Sized) else "a stream"
 
 

@@ -13,8 +13,6 @@ class Options:
     seed: int = 0
     steps: int = 100
     learning_rate: float = 3e-4
-    lr_scheduler_type: str = "constant_with_warmup"
-    temperature: float = 1.0
     prompts_per_step: int = 24
     num_generations: int = 8
     text_learning_rate: float = 1e-3

@@ -8,10 +8,10 @@ import json
 import math
 import random
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,17 +120,9 @@ def _shade(colour: tuple[int, int, int], change: int) -> tuple[int, ...]:
 
 def _draw_scenes(rng: random.Random, split: Split) -> Iterator[Scene]:
     while True:
-        size = rng.randint(17, 25)
-        scene = Scene(
-            colour=rng.choice(tuple(COLOURS)),
-            shape=rng.choice(SHAPES),
-            corner=rng.choice(tuple(PAPERS)),
-            size=size,
-            x=rng.randint(1, CELL - 1 - size),
-            y=rng.randint(1, CELL - 1 - size),
-            shade=rng.randint(108, 148),
-            paper=rng.randint(215, 255),
-        )
+        size, words = rng.randint(17, 25), {family: rng.choice(known) for family, (_, known) in FAMILIES.items()}
+        x, y = (rng.randint(1, CELL - 1 - size) for _ in range(2))
+        scene = Scene(**words, size=size, x=x, y=y, shade=rng.randint(108, 148), paper=rng.randint(215, 255))
         if SPLITS[zlib.crc32(repr(scene).encode()) % 10] == split:
             yield scene
 
@@ -171,10 +163,8 @@ class Questions:
 
 def draw(seed: int) -> Questions:
     """Return the open questions of the demo."""
-    sizes: dict[Split, int] = {"train": 3000, "validation": 128, "test": 320}
-    return Questions(
-        **{split: draw_questions(n, seed=seed, split=split, multiple_choice=False) for split, n in sizes.items()}
-    )
+    ask = partial(draw_questions, seed=seed, multiple_choice=False)
+    return Questions(ask(3000, split="train"), ask(128, split="validation"), ask(320, split="test"))
 
 
 def build_row_prompt(row: Row) -> list[dict[str, Any]]:
@@ -419,8 +409,8 @@ def trainer_options(options: Options, output_dir: Path, **changed: Any) -> DAPOC
         "output_dir": str(output_dir), "seed": options.seed, "max_steps": options.steps, "bf16": False,
         "use_cpu": options.device == "cpu", "max_completion_length": 16,
         "per_device_train_batch_size": batch, "num_generations": options.num_generations,
-        "temperature": options.temperature, "learning_rate": options.learning_rate, "warmup_steps": 3,
-        "lr_scheduler_type": options.lr_scheduler_type, "reward_weights": [1.0, 0.2], "gradient_checkpointing": False,
+        "learning_rate": options.learning_rate, "warmup_steps": 3, "lr_scheduler_type": "constant_with_warmup",
+        "reward_weights": [1.0, 0.2], "gradient_checkpointing": False,
         "logging_steps": 1, "log_completions": True, "num_completions_to_print": 0, "report_to": "none",
         "save_strategy": "no", "dataloader_pin_memory": False,
         "disable_tqdm": False,  # logging errors only, as here, would turn the bar off and a printer on
@@ -448,8 +438,6 @@ def set_up_process(options: Options) -> None:
     disable_progress_bars()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    # TRL 1.16 reads a property at every step that transformers has renamed.
-    warnings.filterwarnings("ignore", message="`(is_)?gradient_checkpointing", category=FutureWarning)
 
 
 def run_demo(options: Options, output_dir: Path, questions: Questions | None = None) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer
 from transformers import (
     PaddleOCRVLProcessor,
     PreTrainedTokenizerFast,
@@ -13,9 +13,8 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 EOS, PAD = "<|im_end|>", "<|endoftext|>"
-SPECIAL_TOKENS = (
-    PAD, "<|im_start|>", EOS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
-)  # fmt: skip
+_VISION = ("vision_start", "vision_end", "image_pad", "video_pad")
+SPECIAL_TOKENS = (PAD, "<|im_start|>", EOS, *(f"<|{name}|>" for name in _VISION))
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")  # not special: they must survive skip_special_tokens
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -34,19 +33,12 @@ def build_processor(texts: Iterable[str]) -> PaddleOCRVLProcessor:
     Of the classes that transformers has for Qwen2-VL's image processor, PaddleOCR-VL's has no video processor, which
     needs torchvision; so `AutoProcessor` opens the saved one anywhere. Images become the same inputs.
     """
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=4096,  # an upper bound: merging stops when every word is one token
-        min_frequency=1,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=list(SPECIAL_TOKENS),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["user\n", "assistant\n", "system\n", *texts], trainer)
+    words = ["user\n", "assistant\n", "system\n", *texts]
+    training = {"vocab_size": 4096, "min_frequency": 1}  # an upper bound: merging stops when every word is one token
+    backend = ByteLevelBPETokenizer()
+    backend.train_from_iterator(words, **training, special_tokens=list(SPECIAL_TOKENS), show_progress=False)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=backend._tokenizer,
         eos_token=EOS,
         pad_token=PAD,
         extra_special_tokens=[token for token in SPECIAL_TOKENS if token not in (EOS, PAD)],
@@ -94,11 +86,7 @@ def build_tiny_vlm(
         "depth": vision_depth, "num_heads": num_heads, "out_hidden_size": hidden_size,
         "fullatt_block_indexes": [vision_depth - 1],
     }  # fmt: skip
-    tokens = {
-        f"{name}_token_id": ids(f"<|{token}|>")
-        for name, token in (("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"),
-                            ("vision_end", "vision_end"))
-    }  # fmt: skip
+    tokens = {f"{name.removesuffix('_pad')}_token_id": ids(f"<|{name}|>") for name in _VISION}
     config = Qwen2_5_VLConfig(text_config=both | text, vision_config=both | vision, tie_word_embeddings=True, **tokens)
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)

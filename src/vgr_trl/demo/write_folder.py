@@ -6,22 +6,16 @@ python -m vgr_trl.demo.write_folder OUT
 import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, Features, Value, disable_progress_bars
-from datasets import Image as ImageFeature
+from datasets import Dataset, disable_progress_bars
 
 from vgr_trl.demo import Options
-from vgr_trl.demo.demo import Rows, Split, draw, draw_questions, learn_answers, set_up_process, warm_up, words_of
+from vgr_trl.demo.demo import Rows, draw, draw_questions, learn_answers, set_up_process, warm_up, words_of
 from vgr_trl.demo.tiny_model import build_tiny_vlm
-
-FEATURES = Features(
-    {name: Value("string") for name in ("id", "source", "family", "problem", "solution", "thought")}
-    | {"image": ImageFeature()}
-)
-NO_SYSTEM_PROMPT = "no_system_prompt.txt"
 
 
 def write_folder(folder: Path, *, train: int = 256, test: int = 8, text_steps: int = 200, seed: int = 0) -> None:
@@ -39,8 +33,8 @@ def write_folder(folder: Path, *, train: int = 256, test: int = 8, text_steps: i
     """
     if folder.exists():
         return
-    sizes: dict[Split, int] = {"train": train, "test": test}
-    rows = {split: draw_questions(n, seed=seed, split=split, multiple_choice=False) for split, n in sizes.items()}
+    ask = partial(draw_questions, seed=seed, multiple_choice=False)
+    rows = {"train": ask(train, split="train"), "test": ask(test, split="test")}
     model, processor = build_tiny_vlm(sorted(words_of(rows["train"])), hidden_size=32, vision_depth=1, seed=seed)
     learn_answers(model, processor, rows["train"], max_steps=text_steps, learning_rate=3e-3, seed=seed)
     _save(folder, rows, model, processor)
@@ -60,16 +54,16 @@ def write_warm_folder(folder: Path, options: Options) -> None:
     _save(folder, {"train": questions.train, "test": questions.test}, model, processor)
 
 
-def _save(folder: Path, rows: Mapping[Split, Rows], model: Any, processor: Any) -> None:
+def _save(folder: Path, rows: Mapping[str, Rows], model: Any, processor: Any) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         written = Path(unfinished) / "written"
         written.mkdir()
         for split, questions in rows.items():
-            Dataset.from_list(questions, features=FEATURES).to_parquet(written / f"{split}.parquet")
+            Dataset.from_list(questions).to_parquet(written / f"{split}.parquet")
         model.save_pretrained(written / "model")
         processor.save_pretrained(written / "model")
-        (written / NO_SYSTEM_PROMPT).touch()
+        (written / "no_system_prompt.txt").touch()
         written.rename(folder)
 
 

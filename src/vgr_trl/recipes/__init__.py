@@ -70,9 +70,7 @@ def recipe_file(spec: str) -> Path:
     if spec not in recipe_names():
         nearest = get_close_matches(spec, recipe_names(), n=1)
         meant = f"Did you mean {nearest[0]}? Else give" if nearest else "Give"
-        raise ConfigError(
-            f"There is no recipe {spec!r}. {meant} one of {', '.join(recipe_names())}, or a file (my.yaml)."
-        )
+        raise ConfigError(f"There is no recipe {spec!r}. {meant} one of {', '.join(recipe_names())} or a YAML file.")
     return RECIPE_FOLDER / f"{spec}.yaml"
 
 
@@ -131,10 +129,8 @@ def override_recipe(
         recipe, own = options[name], stated[name]
         is_number = isinstance(recipe, int | float | dict) and not isinstance(recipe, bool)
         if not (is_number or own == recipe or [own] == recipe):
-            raise ConfigError(
-                f"{file} has {name} {own}, but the recipe {spec} has {recipe}: remove the line from the file, "
-                f"or give --{name}."
-            )
+            conflict = f"{file} has {name} {own}, but the recipe {spec} has {recipe}"
+            raise ConfigError(f"{conflict}: remove the line from the file, or give --{name}.")
     return {**drop_displaced(options, stated), **stated}
 
 
@@ -170,12 +166,11 @@ class StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping; raise `ConstructorError` for a duplicate key."""
-        seen: set[Any] = set()
+        seen = set[tuple[str, str]]()
         for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:str":
-                if key.value in seen:
-                    raise ConstructorError(None, None, f"the key {key.value} is given twice", key.start_mark)
-                seen.add(key.value)
+            if (named := (key.tag, str(key.value))) in seen:
+                raise ConstructorError(None, None, f"the key {key.value} is given twice", key.start_mark)
+            seen.add(named)
         return super().construct_mapping(node, deep)
 
 

@@ -20,8 +20,6 @@ _STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), 
     ("accuracy", "rewards/accuracy_reward/mean", "{:.3f}"),
     ("accuracy", "reward/accuracy", "{:.3f}"),
     ("format", "rewards/think_format_reward/mean", "{:.2f}"),
-    ("format", "rewards/format_reward/mean", "{:.2f}"),
-    ("format", "reward/format", "{:.2f}"),
     ("tokens", "completions/mean_length", "{:.0f}"),
     ("VGR", "attention/late/vgr", "{:.3f}"),
     ("groups with non-zero variance", "sampling/nonzero_variance_fraction", "{:.0%}"),
@@ -62,7 +60,7 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
     shown = {name for _, name, _ in _STEP_QUANTITIES}
     own = [(each[1].removesuffix("_reward"), each[0]) for each in map(_REWARD_MEAN.fullmatch, logs) if each]
     others = [(heading, name, "{:.3f}") for heading, name in own if name not in shown]
-    for heading, name, form in (*_STEP_QUANTITIES[:6], *others, *_STEP_QUANTITIES[6:]):
+    for heading, name, form in (*_STEP_QUANTITIES[:4], *others, *_STEP_QUANTITIES[4:]):
         if (value := logs.get(name)) is not None:
             parts.append(f"{heading} {form.format(value)}")
     if seconds_per_step is not None:

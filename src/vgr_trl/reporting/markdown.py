@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +93,11 @@ def code_block(text: str, language: str = "text") -> str:
 
 def json_block(value: Any) -> str:
     """Return a list or dictionary as a fenced block of JSON with an item per line and numbers as in records."""
+    dump = partial(json.dumps, ensure_ascii=False)
     if isinstance(value, dict):
-        named = [(f"{json.dumps(name)}: ", item) for name, item in value.items()]
-    else:
-        named = [("", item) for item in value]
-    lines = [name + json.dumps(to_json_value(item), ensure_ascii=False) for name, item in named]
-    start, end = "{}" if isinstance(value, dict) else "[]"
-    return code_block("\n".join([start, ",\n".join(lines), end]), "json")
+        lines = [f"{dump(name)}: {dump(to_json_value(item))}" for name, item in value.items()]
+        return code_block("{\n" + ",\n".join(lines) + "\n}", "json")
+    return code_block("[\n" + ",\n".join(dump(to_json_value(item)) for item in value) + "\n]", "json")
 
 
 def escape_inline(text: str) -> str:

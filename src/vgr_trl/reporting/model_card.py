@@ -30,10 +30,8 @@ class Paper(NamedTuple):
 
 
 # Groups: options, advantage estimators and rewards of the method; the entry; its key, title and number on arXiv.
-_ENTRY = re.compile(
-    r"% (.*)\n(@misc\{(\w+),\n +title += \{\{(.*)\}\},\n(?: +.*\n)*? +eprint += \{(.*)\},\n(?: +.*\n)*\})",
-)
-_ENTRIES = _ENTRY.findall(Path(__file__).with_name("papers.bib").read_text(encoding="utf-8"))
+_ENTRY = r"% (.*)\n(@misc\{(\w+),\n +title += \{\{(.*)\}\},\n(?: +.*\n)*? +eprint += \{(.*)\},\n(?: +.*\n)*\})"
+_ENTRIES = re.findall(_ENTRY, Path(__file__).with_name("papers.bib").read_text(encoding="utf-8"))
 PAPERS = {key: Paper(title, arxiv, bibtex) for _, bibtex, key, title, arxiv in _ENTRIES}
 DAPO, MDI, VPPO, PAPO = "yu2025dapo", "wu2025language", "huang2025spotlight", "wang2025perception"
 METHOD_PAPERS = {name: key for methods, _, key, *_ in _ENTRIES for name in methods.split(", ")}

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from jinja2 import Environment
 
@@ -75,8 +76,7 @@ def _build_images(completion: Completion, folder: Path, token: int | None) -> li
     attention: list[float] = []  # per cell of all images, of one token or averaged over tokens
     if completion.attention is not None and all(cells) and completion.tokens:
         chosen = completion.written() if token is None else [token % len(completion.tokens)]
-        maps = [completion.attention.row(index) for index in chosen]
-        attention = [sum(column) / len(maps) for column in zip(*maps, strict=True)]
+        attention = np.mean([completion.attention.row(index) for index in chosen], axis=0).tolist()
     images, rest = [], iter(attention if any(attention) else ())
     for image, count in zip(completion.images, cells, strict=True):
         longer = max(image.width, image.height, 1)

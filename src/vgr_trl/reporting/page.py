@@ -4,13 +4,14 @@ import base64
 import json
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.errors import ConfigError, DataError
@@ -123,15 +124,14 @@ def build_pages(
                 found.append((make_page(shown, {}, scores), path, partial(add_answers, answers)))
         else:
             run = read_run(path)
-            page = make_page(name or run.name, run.description)
-            page["setup"] = read_setup(run)
-            page["compared"] = read_comparison(run.folder.parent)
+            about = {"setup": read_setup(run), "compared": read_comparison(run.folder.parent)}
+            page = make_page(name or run.name, run.description) | about
             add_curves(page, run.folder)
             found.append((page, run.folder.parent, partial(add_records, run)))
     pages = [page for page, _, _ in found]
-    repeated = {name for name, count in Counter(page["name"] for page in pages).items() if count > 1}
+    named = [page["name"] for page in pages]
     for page, path, _ in found:
-        page["name"] += f" ({path})" if page["name"] in repeated else ""
+        page["name"] += f" ({path})" * (named.count(page["name"]) > 1)
     left = max_bytes - _thin_curves(pages, int(CURVES_SHARE * max_bytes))
     left -= sum(_compressed_size(page["options"]) for page in pages)
     images: dict[str, str] = {}
@@ -289,9 +289,8 @@ def _thin_curves(pages: Sequence[Page], max_bytes: int) -> int:
 
 
 def _thin_curve(curve: dict[str, Any], points: int) -> dict[str, Any]:
-    if (count := len(curve["steps"])) <= points:
-        return curve
-    kept = [index * (count - 1) // (points - 1) for index in range(points)]
+    count = len(curve["steps"])
+    kept = np.linspace(0, count - 1, min(count, points), dtype=int)
     return curve | {name: [curve[name][index] for index in kept] for name in ("steps", "values")}
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha1
-from itertools import accumulate, chain, cycle, groupby, islice, repeat
+from itertools import chain, cycle, groupby, islice, repeat
 from math import isqrt, prod
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -61,9 +62,8 @@ def describe_turns(turns: Turns, row: int, length: int) -> list[Turn]:
         row: index in the batch.
         length: tokens of the completion.
     """
-    runs = [(is_own, sum(1 for _ in run)) for is_own, run in groupby(turns.own[row][:length])]
-    stops = [*accumulate(size for _, size in runs)]
-    spans = [(stop - size, stop) for (is_own, size), stop in zip(runs, stops, strict=True) if is_own]
+    runs = (list(run) for is_own, run in groupby(enumerate(turns.own[row][:length]), itemgetter(1)) if is_own)
+    spans = [(run[0][0], run[-1][0] + 1) for run in runs]
     described: list[Turn] = []
     for message in turns.messages[row]:
         if message["role"] == "assistant" and len(described) < len(spans):
@@ -97,13 +97,9 @@ def read_row_images(
     thumbnails: dict[str, bytes] = {}
     for value, grid in zip([*images_of(row), *returned], chain(grids, repeat(None)), strict=False):
         try:
-            image = open_image(value)
+            recorded.append(record_image(open_image(value), thumbnails, grid))
         except DataError:  # a `rollout_func` may have read it otherwise
             recorded.append(RecordedImage(None, 0, 0, grid))
-            continue
-        name, content = make_thumbnail(image)
-        thumbnails[name] = content
-        recorded.append(RecordedImage(name, *image.size, grid))
     if len(recorded) == 1:
         size = recorded[0].width, recorded[0].height
         with suppress(DataError):  # the column has no boxes
@@ -111,23 +107,22 @@ def read_row_images(
     return recorded, thumbnails
 
 
-def make_thumbnail(image: Image.Image) -> tuple[str, bytes]:
-    """Return name and content of a WebP thumbnail of at most 256 pixels per side, on white if transparent.
+def record_image(image: Image.Image, thumbnails: dict[str, bytes], grid: Grid | None = None) -> RecordedImage:
+    """Return an image as it is recorded; add a thumbnail of at most 256 pixels per side, on white if transparent.
 
-    Equal images get the same name.
+    Args:
+        image: any image; equal images get the same name.
+        thumbnails: receives the content of a WebP file, by name.
+        grid: rows and columns of its vision tokens; None if unknown.
     """
     small, data = image.copy(), io.BytesIO()
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     if small.has_transparency_data:
         small = Image.alpha_composite(Image.new("RGBA", small.size, "white"), small.convert("RGBA"))
     small.convert("RGB").save(data, "WEBP", quality=WEBP_QUALITY)
-    return f"images/{sha1(data.getvalue(), usedforsecurity=False).hexdigest()}.webp", data.getvalue()
-
-
-def record_images(images: Sequence[Image.Image]) -> tuple[list[RecordedImage], dict[str, bytes]]:
-    """Return images as they are recorded, and their thumbnails by name."""
-    made = [make_thumbnail(image) for image in images]
-    return [RecordedImage(name, *image.size) for (name, _), image in zip(made, images, strict=True)], dict(made)
+    name = f"images/{sha1(data.getvalue(), usedforsecurity=False).hexdigest()}.webp"
+    thumbnails[name] = data.getvalue()
+    return RecordedImage(name, *image.size, grid)
 
 
 def find_image_grids(batch: Mapping[str, Any], row: int, processor: Any, num_vision: int | None) -> list[Grid | None]:
@@ -194,13 +189,11 @@ def split_tokens(ids: Sequence[int], decode: Decode) -> list[str]:
     before = start = 0  # tokens from `start` on are part of an incomplete character
     for end in range(1, len(ids) + 1):
         context, text = decode(list(ids[before:start])), decode(list(ids[before:end]))
-        waiting = text.endswith("\ufffd") and end < len(ids)  # an incomplete character decodes to U+FFFD
-        if waiting or not text.startswith(context):
-            pieces.append("" if waiting else alone[end - 1])
-        else:
-            pieces.append(text[len(context) :])
-        if not waiting:
-            before, start = start, end
+        if text.endswith("\ufffd") and end < len(ids):  # an incomplete character decodes to U+FFFD
+            pieces.append("")
+            continue
+        pieces.append(text.removeprefix(context) if text.startswith(context) else alone[end - 1])
+        before, start = start, end
     return pieces
 
 
@@ -294,10 +287,10 @@ class RecordBeforeTraining(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the batch, unless the run is resumed."""
-        trainer = self._trainer
+        trainer: Any = self._trainer
         if state.global_step > 0 or not needs_record_before_training(trainer):
             return
-        data, size = _first_eval_dataset(trainer), trainer.args.eval_batch_size
+        data, size = trainer.eval_dataset, trainer.args.eval_batch_size
         first = trainer.accelerator.process_index * size
         rows = [data[row] for row in islice(cycle(trainer._get_eval_sampler(data)), first, first + size)]
         logs = patched_attribute(trainer, "_logs", copy.deepcopy(trainer._logs))
@@ -315,11 +308,6 @@ class RecordBeforeTraining(TrainerCallback):
 
 def needs_record_before_training(trainer: ConstructedTrainer) -> bool:
     """Whether a run records rollouts, evaluates a data set of known length, and not already at step 0."""
-    args, data = trainer.args, _first_eval_dataset(trainer)
+    args, data = trainer.args, trainer.eval_dataset
     wanted = args.rollout_log_steps > 0 and not args.eval_on_start and args.eval_strategy != "no"
     return wanted and isinstance(data, Sized) and len(data) > 0
-
-
-def _first_eval_dataset(trainer: ConstructedTrainer) -> Any:
-    data = trainer.eval_dataset
-    return next(iter(data.values()), None) if isinstance(data, dict) else data

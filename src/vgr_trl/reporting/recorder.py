@@ -37,12 +37,11 @@ from vgr_trl.reporting.recorded_rows import (
     describe_turns,
     find_accuracy,
     find_image_grids,
-    make_thumbnail,
     name_images,
     prompt_text,
     quantise_attention,
     read_row_images,
-    record_images,
+    record_image,
     split_tokens,
     strip_padding,
     summarise_rollout,
@@ -118,8 +117,7 @@ class RolloutRecorder:
         returned = [] if turns is None else turns.returned[row]
         images, thumbnails = read_row_images(data, grids, returned)
         for image, perturbed in zip(images, rollout.perturbed_images.get(row, []), strict=False):
-            image.perturbed, content = make_thumbnail(perturbed)
-            thumbnails[image.perturbed] = content
+            image.perturbed = record_image(perturbed, thumbnails).file
         completion = Completion(
             question=question_id(prompt, [image.file for image in images[: len(images) - len(returned)]]),
             group=place // trainer.completions_per_prompt,
@@ -138,8 +136,7 @@ class RolloutRecorder:
         completion.correct = None if accuracy is None or isnan(accuracy) else accuracy == 1
         if rollout.changes is not None and images:
             completion.changes = rollout.changes[row, : len(ids)].tolist()
-        completion.teacher_images, of_teacher = record_images(rollout.teacher_images.get(row, []))
-        thumbnails |= of_teacher
+        completion.teacher_images = [record_image(each, thumbnails) for each in rollout.teacher_images.get(row, [])]
         if rollout.teacher_top is not None and completion.teacher_images:
             completion.teacher = [decode([token]) for token in rollout.teacher_top[0][row, : len(ids), 0].tolist()]
         if rollout.scores is not None and row in (maps := rollout.scores.maps or {}):
