@@ -29,26 +29,22 @@ def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
     """
     is_verl = any(key.startswith("actor_rollout_ref.") for key in given)
     stated, names = rename_verl_keys(given) if is_verl else rename_mtrl_keys(given)
-    keys = {key for key in EASYR1_KEYS if names.get(key, key) in given}
-    found = Conversion({key: known.default for key, known in EASYR1_KEYS.items()}, processes, names, keys)
+    known = EASYR1_KEYS | VERL_KEYS
+    keys = {key for key in known if names.get(key, key) in given}
+    found = Conversion({key: each.default for key, each in known.items()}, processes, names, keys)
     for key, value in stated.items():
-        if key in EASYR1_KEYS:
-            check_type(found.name(key), value, EASYR1_KEYS[key])
+        if key in known:
+            check_type(found.name(key), value, known[key])
             found.values[key] = value
-        elif (known := VERL_KEYS.get(key)) is None:
-            found.unsupported[key] = "is unknown."
-        elif known.accepted is not None and value not in known.accepted:
-            found.unsupported[key] = f"is {value!r}: {known.why}"
     for rule in CONVERTERS:
         rule(found)
-    for key, known in EASYR1_KEYS.items():
-        value = found[key]
-        if known.option is not None and value is not None and CONDITIONS[known.condition](found):
-            found.set(known.option, value, key)
-        elif known.accepted is not None and value not in known.accepted:
-            found.mark_unsupported(key, known.why)
-    for key in [key for key, why in found.unsupported.items() if why == "is unknown."]:
-        found.unsupported[key] += did_you_mean(key, found)
+    for key, each in known.items():
+        if each.option is not None and CONDITIONS[each.condition](found):
+            found.set(each.option, found[key], key)
+        elif each.accepted is not None and found[key] not in each.accepted:
+            found.mark_unsupported(key, each.why)
+    for key in (key for key in stated if key not in known):
+        found.unsupported[key] = f"is unknown.{did_you_mean(key, found)}"
     return found
 
 
