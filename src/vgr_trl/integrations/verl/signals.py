@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -142,56 +141,33 @@ def token_vgr_weights(
     return weights, info
 
 
-@dataclass(frozen=True)
-class SequenceLayout:
-    """Layout of the N sequences of a micro-batch in a forward pass: a row for each, or all in one row.
-
-    Attributes:
-        input_ids: (N, S), or packed (1, tokens of all sequences).
-        present: same shape, bool, False for padding.
-        prompt: same shape, bool, True for prompt tokens.
-        rows: same shape, int64, index of the sequence of each token.
-        packed: whether the sequences are concatenated in one row.
-    """
-
-    input_ids: Tensor
-    present: Tensor
-    prompt: Tensor
-    rows: Tensor
-    packed: bool
-
-
-def build_layout(input_ids: Tensor, present: Tensor, prompt: Tensor, packed: bool, pad: int = 0) -> SequenceLayout:
-    """Return the layout of a pass over N sequences, given as tensors (N, S).
-
-    Args:
-        input_ids: tokens.
-        present: False for padding.
-        prompt: True for prompt tokens.
-        packed: whether the pass concatenates the sequences without their padding.
-        pad: number of padding tokens that it then appends.
-    """
-    present, prompt = present.bool(), prompt.bool() & present.bool()
-    rows = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1).expand_as(input_ids)
-    if packed:
-        parts = (input_ids, prompt, rows, present)
-        input_ids, prompt, rows, present = (functional.pad(part[present], (0, pad))[None] for part in parts)
-    return SequenceLayout(input_ids, present, prompt, rows, packed)
-
-
 @contextmanager
 def measure_pass(
-    model: Any, layout: SequenceLayout, options: SignalOptions, special_token_ids: Sequence[int]
+    model: Any,
+    input_ids: Tensor,
+    present: Tensor,
+    prompt: Tensor,
+    options: SignalOptions,
+    special_token_ids: Sequence[int],
+    *,
+    packed: bool,
+    pad: int = 0,
 ) -> Iterator[dict[str, Tensor]]:
-    """Measure the attention of the forward pass in this block.
+    """Measure the attention of the forward pass over N sequences in this block.
 
-    Yields columns of the shape of the layout, filled at the end of the block: attention per vision token (`vgr_vision`)
-    and per instruction token (`vgr_instruction`) of the own prompt in the late layers, and with token weights their
-    ratio in the layers of these (`vgr_token`). A value belongs to the token that its position predicts, the next one.
+    Yields columns, filled at the end of the block, with one value for each token, sequence by sequence and without
+    padding: attention per vision token (`vgr_vision`) and per instruction token (`vgr_instruction`) of the own prompt
+    in the late layers, and with token weights their ratio in the layers of these (`vgr_token`). A value belongs to the
+    token that its position predicts, the next one.
 
     Args:
         model: model of the actor, may be wrapped by FSDP.
+        input_ids: (N, S), tokens.
+        present: (N, S), False for padding.
+        prompt: (N, S), True for prompt tokens.
         special_token_ids: tokens of no modality.
+        packed: whether the pass concatenates the sequences in one row, without their padding.
+        pad: number of padding tokens that it then appends.
 
     Raises:
         ConfigError: the image tokens are unknown.
@@ -200,20 +176,23 @@ def measure_pass(
     vision = tuple(options.vision_token_ids or ()) or vision_token_ids(causal)
     if not vision:
         raise ConfigError(f"{type(causal).__name__} has no image token in its configuration: give vision_token_ids.")
-    masks = build_modality_masks(
-        layout.input_ids, layout.prompt, vision_token_ids=vision, special_token_ids=special_token_ids
-    )
-    places = (layout.present & ~layout.prompt).any(0).nonzero().flatten().tolist() or [1]  # of responses
+    present, prompt = present.bool(), prompt.bool() & present.bool()
+    rows = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1).expand_as(input_ids)  # of each token
+    if packed:
+        parts = (input_ids, prompt, rows, present)
+        input_ids, prompt, rows, present = (functional.pad(part[present], (0, pad))[None] for part in parts)
+    masks = build_modality_masks(input_ids, prompt, vision_token_ids=vision, special_token_ids=special_token_ids)
+    places = (present & ~prompt).any(0).nonzero().flatten().tolist() or [1]  # of responses
     emitting = slice(max(places[0] - 1, 0), max(places[-1], 1))
-    with AttentionProbe(model, masks, emitting, packed=layout.packed) as probe:
+    with AttentionProbe(model, masks, emitting, packed=packed) as probe:
         yield columns
-    margins = emitting.start, layout.input_ids.size(1) - emitting.stop
+    margins = emitting.start, input_ids.size(1) - emitting.stop
 
     def per_token(mask: Tensor, mass: Tensor) -> Tensor:
-        counts = torch.zeros(int(layout.rows.max()) + 1, device=mask.device)
-        of_token = counts.index_add(0, layout.rows.flatten(), mask.flatten().float())[layout.rows[:, emitting]]
+        counts = torch.zeros(int(rows.max()) + 1, device=mask.device)
+        of_token = counts.index_add(0, rows.flatten(), mask.flatten().float())[rows[:, emitting]]
         mean = mass / of_token.masked_fill(of_token == 0, torch.nan)  # (L, rows, emitting)
-        return functional.pad(mean, margins, value=torch.nan)
+        return functional.pad(mean, margins, value=torch.nan)[:, present]  # (L, tokens)
 
     mass = probe.mass
     to_vision, to_instruction = per_token(masks.vision, mass.vision), per_token(masks.instruction, mass.instruction)

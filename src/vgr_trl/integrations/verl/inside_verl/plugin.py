@@ -7,7 +7,7 @@ requests this in the batch; a batch without a request is processed as in verl.
 
 import importlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -41,13 +41,7 @@ from vgr_trl.integrations.verl.credit import (
     resolve_options,
     set_signal_context,
 )
-from vgr_trl.integrations.verl.signals import (
-    SequenceLayout,
-    build_actor_context,
-    build_layout,
-    measure_pass,
-    perturb_rows,
-)
+from vgr_trl.integrations.verl.signals import build_actor_context, measure_pass, perturb_rows
 from vgr_trl.patching import patched_attribute
 from vgr_trl.sharing.model_support import attention_modules
 from vgr_trl.signals.probe import find_decoder
@@ -114,13 +108,13 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         offsets, columns = micro_batch["input_ids"].offsets(), dict[str, Tensor]()
         with ExitStack() as stack:
             if options.measures_attention:
-                layout, special = self._build_layout(micro_batch), context["special_token_ids"]
                 stack.enter_context(route_through_registry(self.module))
-                columns = stack.enter_context(measure_pass(self.module, layout, options, special))
+                measured = self._measure_pass(micro_batch, options, context["special_token_ids"])
+                columns = stack.enter_context(measured)
             loss, output = super().forward_step(micro_batch, loss_function, True)
         found = output["model_output"]
         for name, column in columns.items():
-            found[name] = torch.nested.nested_tensor_from_jagged(column[layout.present].float(), offsets)
+            found[name] = torch.nested.nested_tensor_from_jagged(column, offsets)
         if options.needs_dependency:
             perturbed, blind = self._perturb(micro_batch, context)
             _, other = super().forward_step(perturbed, loss_function, True)
@@ -144,7 +138,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         with set_signal_context(SignalContext(options, perturbed_logps=logps)):
             return super().forward_step(micro_batch, loss_function, False)
 
-    def _build_layout(self, micro_batch: Any) -> SequenceLayout:
+    def _measure_pass(self, micro_batch: Any, options: SignalOptions, special: Sequence[int]) -> Any:
         if self.use_ulysses_sp:
             raise ConfigError("Attention cannot be measured in split sequences: set ulysses_sequence_parallel_size=1.")
         ids, prompts = micro_batch["input_ids"], micro_batch["prompts"]
@@ -157,7 +151,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         present, prompt = (columns < lengths.unsqueeze(1) for lengths in (ids.offsets().diff(), prompt_lengths))
         packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
         pad = self._get_packed_pad_size(len(ids.values())) if packed else 0
-        return build_layout(padded, present, prompt, packed, pad)
+        return measure_pass(self.module, padded, present, prompt, options, special, packed=packed, pad=pad)
 
     def _perturb(self, micro_batch: Any, context: Context) -> tuple[Any, Tensor]:
         """Return the micro-batch with perturbed images, and which rows have none, (N,) bool."""
