@@ -581,7 +581,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Open a new rollout for the hooks in this block; rollouts may be nested."""
         if not self._rollouts:
             self.vision_cache.clear()
-        self._rollouts = (*self._rollouts, Rollout(normalise_image_columns(rows), **options))
+        first = self.accelerator.process_index * len(rows)
+        self._rollouts = (*self._rollouts, Rollout(normalise_image_columns(rows), first, **options))
         try:
             yield self._rollouts[-1]
         finally:

@@ -209,8 +209,8 @@ def measure_sample(
         completion_ids: tokens of each completion.
     """
     args, accelerator, count = trainer.args, trainer.accelerator, len(completion_ids)
-    first, draw = accelerator.process_index * count, derive_seed(args.seed, trainer.state.global_step, 0)
-    rows = choose_sample(count, trainer.completions_per_prompt, first, rollout.recorded or (), draw)
+    draw = derive_seed(args.seed, trainer.state.global_step, 0)
+    rows = choose_sample(count, trainer.completions_per_prompt, rollout.first, rollout.recorded or (), draw)
     most = int(accelerator.gather(torch.tensor([len(rows)], device=accelerator.device)).max())
     rows = sorted([*rows, *(row for row in range(count) if row not in rows)][:most])
     inputs = completion_inputs(trainer, rollout, completion_ids)
