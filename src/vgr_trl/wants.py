@@ -24,9 +24,11 @@ from vgr_trl.signals.named import (
     RolloutSignals,
     add_named,
     attention_metrics,
+    columns_to_signals,
     named_columns,
     named_metrics,
     reward_columns,
+    signals_to_columns,
 )
 from vgr_trl.signals.perturbation import derive_seed
 from vgr_trl.signals.ratios import AttentionMass, late_layers, measure_segments
@@ -226,27 +228,18 @@ def measure_sample(
     maps = {rows[row]: kept for row, kept in (scores.maps or {}).items()}
     rollout.scores = Scores(rollout.signals.logps, rollout.signals.mask, maps=maps)
     columns, metrics = attention_columns(scores.attention, scores.prompt_attention, args, accelerator.gather)
-    places = {row: place for place, row in enumerate(rows)}
-    found = {
-        name: [columns[name][places[row]] if row in places else None for row in range(count)] for name in SINGLE_COLUMNS
-    }
-    return found, metrics
+    by_row = {name: dict(zip(rows, columns[name], strict=True)) for name in SINGLE_COLUMNS}
+    return {name: [*map(values.get, range(count))] for name, values in by_row.items()}, metrics
 
 
 def _spread(signals: RolloutSignals, rows: Sequence[int], mask: torch.Tensor) -> RolloutSignals:
-    """Scatter the signals of some rows, of at most T tokens, to all rows of `mask`, (N, T); NaN elsewhere."""
-
-    def spread(values: torch.Tensor) -> torch.Tensor:
-        every = values.new_full((*values.shape[:-2], *mask.shape), torch.nan)
-        every[..., rows, : values.size(-1)] = values
-        return every
-
-    mask, mass = mask.to(signals.mask.device), signals.attention
-    found = RolloutSignals(spread(signals.logps), spread(signals.entropies), mask)
-    if mass is not None:
-        index = torch.tensor(rows, device=mask.device)
-        vision, instruction = (
-            value.new_zeros(len(mask)).index_copy(0, index, value) for value in (mass.num_vision, mass.num_instruction)
-        )
-        found.attention = AttentionMass(spread(mass.vision), spread(mass.instruction), vision, instruction, mask)
-    return found
+    """Scatter signals of some rows, of at most T tokens, to all rows of `mask`, (N, T); NaN or 0 elsewhere."""
+    columns, mask = signals_to_columns(signals), mask.to(signals.mask.device)
+    for name, values in columns.items():
+        undefined = torch.nan if values.is_floating_point() else 0
+        if values.ndim > 1:
+            values = functional.pad(values, (0, mask.size(1) - values.size(-1)), value=undefined)
+        columns[name] = values.new_full((len(mask), *values.shape[1:]), undefined)
+        columns[name][rows] = values
+    columns |= {"signals.mask": mask, "signals.attention.mask": mask}
+    return cast("RolloutSignals", columns_to_signals(columns))

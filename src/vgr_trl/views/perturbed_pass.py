@@ -55,15 +55,9 @@ def perturb_prompts(prompts: Sequence[Any], indices: Sequence[int], perturb: Per
     Returns:
         The distinct prompts, perturbed, and for every row the place of its prompt among them.
     """
-    firsts: dict[int, Any] = {}  # index -> its first prompt
-    for prompt, index in zip(prompts, indices, strict=True):
-        firsts.setdefault(index, prompt)
-    position = {index: number for number, index in enumerate(firsts)}
-    perturbed = []
-    for index, prompt in firsts.items():
-        images = images_in(prompt)
-        perturbed.append(replace_images(prompt, perturb(images, index=index)) if images else prompt)
-    return perturbed, [position[index] for index in indices]
+    distinct = dict(zip(indices, prompts, strict=True))
+    perturbed = [replace_images(prompt, perturb(images_in(prompt), index=index)) for index, prompt in distinct.items()]
+    return perturbed, [*map([*distinct].index, indices)]
 
 
 def drop_images(prompt: Any) -> Any:
@@ -271,13 +265,11 @@ def _weights_of(name: str, trainer: ConstructedTrainer) -> Iterator[nn.Module]:
 def _rows_under(view: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range) -> list[Seen | None]:
     """Return some rows under a view, the same for the completions of a prompt; None: a row has no view."""
     args, step, size = trainer.args, trainer.state.global_step, trainer.completions_per_prompt
-    parameters = args.parameters_of(view)
+    parameters, numbers = args.parameters_of(view), [(rollout.first + row) // size for row in rows]
     shown: dict[int, Seen | None] = {}  # by number of the prompt
-    numbers = [(rollout.first + row) // size for row in rows]
-    for row, number in zip(rows, numbers, strict=True):
-        if number not in shown:
-            seed, images = derive_seed(args.seed, step, number), images_in(rollout.messages[row])
-            shown[number] = show_view(images, rollout.rows[row], view, parameters, seed=seed)
+    for number, row in dict(zip(numbers, rows, strict=True)).items():
+        seed, images = derive_seed(args.seed, step, number), images_in(rollout.messages[row])
+        shown[number] = show_view(images, rollout.rows[row], view, parameters, seed=seed)
     return [shown[number] for number in numbers]
 
 
