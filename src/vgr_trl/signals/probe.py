@@ -131,7 +131,7 @@ class AttentionProbe(ExitStack):
         self.plan.hook(self, self._base, self._attention[0])
         # With a hook on the last layer, shared prompts run this layer to its end.
         self.callback(self._attention[-1].register_forward_hook(lambda *call: None).remove)
-        self.enter_context(wrap_attention(_pass_calls_to(self._measure, self.packed)))
+        self.enter_context(wrap_attention(partial(_attend_and_measure, self._measure, self.packed)))
         return self
 
     @property
@@ -182,8 +182,8 @@ class AttentionProbe(ExitStack):
         return AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], mask.to(sides.device), *region)
 
     @torch.no_grad()
-    def _measure(self, module: Any, call: "AttentionCall") -> None:
-        current = self.plan.current
+    def _measure(self, call: "AttentionCall") -> None:
+        current, module = self.plan.current, call.module
         if current is None or module not in self._modules or module.layer_idx in current.done:
             return
         layer = module.layer_idx
@@ -308,21 +308,15 @@ class AttentionCall:
         return bool(causal) and self.query.size(2) > 1 and (mask is None or mask.ndim == 2)
 
 
-def _pass_calls_to(
-    measure: Callable[[Any, AttentionCall], None], packed: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper for attention functions that calls `measure` with the module and each of its calls."""
-
-    def wrap(attention: Callable[..., Any]) -> Callable[..., Any]:
-        def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            outputs = attention(module, query, key, value, *args, **kwargs)
-            options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
-            measure(module, AttentionCall(attention, module, query, key, options, packed))
-            return outputs
-
-        return measured
-
-    return wrap
+def _attend_and_measure(
+    measure: Callable[[AttentionCall], None], packed: bool, attention: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call an attention function, and `measure` with the call; a layer gives its mask by position or by name."""
+    outputs = attention(*args, **kwargs)
+    module, query, key, _, *mask = args
+    options = dict(zip(("attention_mask",), mask, strict=False)) | kwargs
+    measure(AttentionCall(attention, module, query, key, options, packed))
+    return outputs
 
 
 def cosine_similarity(
@@ -530,7 +524,7 @@ class GenerationProbe(ExitStack):
         with ExitStack() as stack:
             stack.callback(self._attention[0].register_forward_pre_hook(self._begin_step, with_kwargs=True).remove)
             stack.callback(self.causal.register_forward_hook(self._read_logits, with_kwargs=True).remove)
-            stack.enter_context(wrap_attention(_pass_calls_to(self._measure)))
+            stack.enter_context(wrap_attention(partial(_attend_and_measure, self._measure, False)))
             outputs = generate(*args, **kwargs)
         sequences: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.sequences
         self._score(sequences[:, -1])
@@ -552,9 +546,9 @@ class GenerationProbe(ExitStack):
         self._of_keys: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
-    def _measure(self, module: Any, call: AttentionCall) -> None:
+    def _measure(self, call: AttentionCall) -> None:
         """Measure the last query of a call."""
-        if module not in self._modules or not self._makes_token:
+        if call.module not in self._modules or not self._makes_token:
             return
         rows, queries, keys, device = call.shape
         if keys not in self._of_keys:
@@ -567,7 +561,7 @@ class GenerationProbe(ExitStack):
             self._of_keys[keys] = wide.to(device, call.key.dtype)
         last = Queries(torch.tensor([queries - 1], device=device), queries - 1, queries)
         mass = call.mass_on_keys(self._of_keys[keys], last)[:, 0, : self._sets.size(-1)]  # (N, 2)
-        self._masses.setdefault(module.layer_idx, []).append(mass)
+        self._masses.setdefault(call.module.layer_idx, []).append(mass)
 
     @torch.no_grad()
     def _read_logits(self, causal: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:

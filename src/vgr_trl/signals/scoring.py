@@ -265,22 +265,20 @@ def _measure_images(
     ]
 
 
+_JOIN: Mapping[type, Callable[[list[Any]], Any]] = {
+    AttentionMass: join_masses,
+    Tensor: torch.cat,
+    int: sum,
+    list: lambda parts: [row for rows in parts for row in rows],
+    dict: lambda parts: {row: kept for rows in parts for row, kept in rows.items()},
+}
+
+
 def _join(parts: Sequence[Scores]) -> Scores:
     """Concatenate the scores of chunks in which the same was wanted."""
-    found: dict[str, Any] = {}
-    for name, first in vars(parts[0]).items():
-        values = [vars(part)[name] for part in parts]
-        if isinstance(first, AttentionMass):
-            found[name] = join_masses(values)
-        elif isinstance(first, Tensor):
-            found[name] = torch.cat(values)
-        elif isinstance(first, int):
-            found[name] = sum(values)
-        elif isinstance(first, list):
-            found[name] = [row for value in values for row in value]
-        elif first is not None:
-            found[name] = {row: kept for value in values for row, kept in value.items()}
-    return Scores(**found)
+    columns = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
+    wanted = {name: values for name, values in columns.items() if values[0] is not None}
+    return Scores(**{name: _JOIN[type(values[0])](values) for name, values in wanted.items()})
 
 
 def policy_is_active(model: torch.nn.Module) -> bool:
