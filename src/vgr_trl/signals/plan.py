@@ -52,7 +52,6 @@ class Pass:
     instruction: Queries | None
     device: torch.device
     done: set[int] = field(default_factory=set)
-    _found: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)  # sets of so many keys
 
     def __post_init__(self) -> None:
         self.indices = on_device(self.numbers, self.device), on_device(self.groups, self.device)
@@ -75,11 +74,8 @@ class Pass:
         if queries != self.shape or first < 0:
             call = f"A layer attends with rows and queries {queries} to {num_keys} keys, where {self.shape} pass behind"
             raise ConfigError(f"{call} {self.seen} positions: cross attention and fixed caches cannot be measured.")
-        if (num_keys, device) not in self._found:
-            found = sets[self.owners.to(sets.device)][:, first : first + num_keys]
-            found = torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1)))
-            self._found[num_keys, device] = found.to(device)
-        return self._found[num_keys, device]
+        found = sets[self.owners.to(sets.device)][:, first : first + num_keys]
+        return torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1))).to(device)
 
 
 class PassPlan:
