@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
@@ -370,26 +371,27 @@ def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., Tensor], 
         value, metrics = base(
             old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
         )
-        for term, per_token in compute_loss_terms(context, log_prob, response_mask).items():
-            share = aggregate(
-                loss_mat=per_token, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
-            )
-            value = value + share
-            metrics[f"actor/{term}"] = share.detach().item()
-        return value, metrics
+        mean = partial(aggregate, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+        terms, of_terms = sum_loss_terms(context, log_prob, response_mask, mean)
+        return value + terms, metrics | {f"actor/{term}": share for term, share in of_terms.items()}
 
     return loss
 
 
-def compute_loss_terms(context: SignalContext, logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the enabled loss terms, (N, T) each, 0 outside the mask.
+def sum_loss_terms(
+    context: SignalContext, logps: Tensor, mask: Tensor, average: Callable[[Tensor], Tensor]
+) -> tuple[Tensor | float, dict[str, float]]:
+    """Return the sum of the enabled loss terms, with gradients, and each by name.
 
     Args:
+        context: options, and log-probabilities on perturbed images.
         logps: (N, T) with gradients.
         mask: (N, T).
+        average: averages a term (N, T), 0 outside the mask, as the trainer averages its loss.
     """
     passed = TermInputs(logps, mask.bool(), perturbed_logps=context.perturbed_logps)
-    return {name: loss_terms.load(name)(passed, context.options) for name in context.options.terms}
+    terms = {name: average(loss_terms.load(name)(passed, context.options)) for name in context.options.terms}
+    return sum(terms.values()), {name: term.detach().item() for name, term in terms.items()}
 
 
 REWARD_NAME, REWARD_TYPE = "vgr", "batch"  # read by EasyR1

@@ -92,20 +92,19 @@ def _mass_of_steps(steps: Sequence[Sequence[Tensor | None]], sets: Tensor, mask:
         sets: (N, P, 2), vision and instruction.
         mask: (N, T) bool, tokens that count.
     """
-    prompt = sets.size(1)
-    of_tokens = []
-    for step, layers in enumerate(steps):
-        sides = []
-        for weights in layers:
-            if weights is None:
-                continue
-            mean = weights[:, :, -1].mean(1, dtype=torch.float32)  # (N, K)
-            first = prompt + step - mean.size(1)  # a cache with a window has dropped the keys before
-            if first < 0:
-                raise ConfigError("Attention cannot be measured with a cache of fixed length: use a dynamic one.")
-            keys = sets[:, first:].to(mean)  # (N, K', 2)
-            sides.append(torch.einsum("nk,nkc->nc", mean[:, : keys.size(1)], keys))
-        of_tokens.append(torch.stack(sides))  # (L, N, 2)
+
+    def attended(step: int, weights: Tensor) -> Tensor:
+        mean = weights[:, :, -1].mean(1, dtype=torch.float32)  # (N, K)
+        first = sets.size(1) + step - mean.size(1)  # a cache with a window has dropped the keys before
+        if first < 0:
+            raise ConfigError("Attention cannot be measured with a cache of fixed length: use a dynamic one.")
+        keys = sets[:, first:].to(mean)  # (N, K', 2)
+        return torch.einsum("nk,nkc->nc", mean[:, : keys.size(1)], keys)
+
+    of_tokens = [
+        torch.stack([attended(step, weights) for weights in layers if weights is not None])  # (L, N, 2)
+        for step, layers in enumerate(steps)
+    ]
     mass = torch.stack(of_tokens, dim=2)  # (L, N, T, 2)
     counts = sets.sum(1)
     return AttentionMass(mass[..., 0], mass[..., 1], counts[:, 0], counts[:, 1], mask)

@@ -27,10 +27,10 @@ from vgr_trl.integrations.verl.credit import (
     ESTIMATORS,
     SignalContext,
     SignalOptions,
-    compute_loss_terms,
     make_estimator,
     resolve_options,
     set_signal_context,
+    sum_loss_terms,
 )
 from vgr_trl.integrations.verl.signals import build_actor_context, measure_pass, perturb_rows
 from vgr_trl.patching import patched_attribute, patched_attributes
@@ -104,10 +104,9 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             own = {"response_mask": response_mask, "loss_avg_mode": loss_avg_mode}
             value, metrics = plain(log_probs=log_probs, **own, **others)
             context = SignalContext(options, perturbed_logps=self._perturbed_logps)
-            for name, per_token in compute_loss_terms(context, log_probs, response_mask).items():
-                share = average_loss(per_token, response_mask, mode=loss_avg_mode)
-                value, metrics[name] = value + share, share.detach().item()
-            return value, metrics
+            average = partial(average_loss, mask=response_mask, mode=loss_avg_mode)
+            terms, of_terms = sum_loss_terms(context, log_probs, response_mask, average)
+            return value + terms, metrics | of_terms
 
         patched_loss = patched_attribute(dp_actor, "compute_policy_loss", loss)
         with patched_attribute(self, "_context", context), patched_loss:

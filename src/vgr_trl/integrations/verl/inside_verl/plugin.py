@@ -197,13 +197,10 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         super().__init__(config)
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        options = self.signal_options
+        options, plain = self.signal_options, super()._compute_old_log_prob
         if not (options.measures_attention or options.needs_dependency):
-            return super()._compute_old_log_prob(batch, metrics)
-        batch.extra_info[CONTEXT_KEY] = self._actor_context()
-        after = super()._compute_old_log_prob(batch, metrics)
-        for meta in (batch, after):
-            (meta.extra_info or {}).pop(CONTEXT_KEY, None)
+            return plain(batch, metrics)
+        after = self._call_with_context(plain, batch, metrics)
         self._cut_to_responses(batch)
         return after
 
@@ -221,11 +218,10 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         return after
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        plain = super()._update_actor
         if self.config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla") in LOSSES:
-            batch.extra_info[CONTEXT_KEY] = self._actor_context()
-        after = super()._update_actor(batch, metrics)
-        (after.extra_info or {}).pop(CONTEXT_KEY, None)
-        return after
+            return self._call_with_context(plain, batch, metrics)
+        return plain(batch, metrics)
 
     def _val_metrics_update(
         self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: Mapping[str, Any], *rest: Any, **more: Any
@@ -233,9 +229,14 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         infos = {name: values for name, values in reward_extra_infos_dict.items() if name != WEIGHTS_KEY}
         return super()._val_metrics_update(data_sources, sample_uids, infos, *rest, **more)
 
-    def _actor_context(self) -> Context:
-        """Return the context that the engine gets with a batch."""
-        return build_actor_context(self.signal_options, int(self.global_steps), self.processor or self.tokenizer)
+    def _call_with_context(self, plain: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Call a method of verl's trainer that sends the batch to the engine, with our context."""
+        tokenizer = self.processor or self.tokenizer
+        batch.extra_info[CONTEXT_KEY] = build_actor_context(self.signal_options, int(self.global_steps), tokenizer)
+        after = plain(batch, metrics)
+        for meta in (batch, after):
+            (meta.extra_info or {}).pop(CONTEXT_KEY, None)
+        return after
 
     def _cut_to_responses(self, batch: Any) -> None:
         """Cut the columns, which the engine returns for whole sequences, to the responses."""
