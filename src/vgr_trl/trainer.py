@@ -23,7 +23,7 @@ from vgr_trl.errors import RewardError, check_release
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
 from vgr_trl.loss import FullKL, KLControl, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
-from vgr_trl.metrics.step_metrics import OptimizerClock, StageClock, StepMetrics
+from vgr_trl.metrics.step_metrics import StageClock, StepMetrics
 from vgr_trl.passes.loss_mask import Skipping
 from vgr_trl.passes.micro_batches import join_micro_batches, loss_in_parts, plan_shuffle
 from vgr_trl.passes.run_pass import ForwardPasses, refuse_nan
@@ -237,7 +237,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.collapse_watch = CollapseWatch(self._metrics["train"], self.named_reward_weights)
         self.recorder = RolloutRecorder(self)
         self.termination = SaveOnTermination(self.accelerator)
-        for callback in (self.collapse_watch, self.termination, OptimizerClock(self.clock)):
+        for callback in (self.collapse_watch, self.termination, self.clock):
             self.add_callback(callback)
         if self.accelerator.mixed_precision != "fp16":
             self.add_callback(FiniteUpdates(self.accelerator, self.step_metrics))
