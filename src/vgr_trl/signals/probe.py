@@ -268,9 +268,7 @@ class AttentionCall:
             chosen = slice(queries.first, last) if flash else queries.index  # flash attention takes consecutive queries
             key, query, sets = key[rows, :, :stop], query[rows, :, chosen], sets[:, :stop]
             options = self._select_options(chosen, stop, rows, flash)
-        values = sets.to(key.dtype)
-        if (missing := key.size(-1) - sets.size(-1)) > 0:
-            values = torch.nn.functional.pad(values, (0, missing))  # (B', K', D)
+        values = torch.nn.functional.pad(sets.to(key.dtype), (0, key.size(-1) - sets.size(-1)))  # (B', K', D)
         values = values.unsqueeze(1).expand(-1, key.size(1), -1, -1)
         mask = options.pop("attention_mask", None)
         outputs, _ = self.function(self.module, query, key, values, mask, **options)  # (B', T' or more, H, D)
@@ -457,8 +455,7 @@ def hidden_state_number(layer: int, layers: int) -> int:
         ConfigError: the number is outside [-L - 1, L].
     """
     if not -layers - 1 <= layer <= layers:
-        accepted = f"a number in [{-layers - 1}, {layers}], 0 for the embeddings"
-        raise ConfigError(f"hidden_similarity_layer is {layer}, the model has {layers} layers: give {accepted}.")
+        raise ConfigError(f"hidden_similarity_layer is {layer}: give a number in [{-layers - 1}, {layers}].")
     return layer % (layers + 1)
 
 
@@ -555,11 +552,10 @@ class GenerationProbe(_Probe):
             if first < 0:
                 raise ConfigError("Attention cannot be measured with a cache of fixed length: use a dynamic one.")
             sets = self._sets.repeat_interleave(rows // len(self._sets), dim=0)[:, first:]  # (N, K', 2)
-            columns = call.key.size(-1) - sets.size(-1)  # padding that kernels require, once for all layers
-            wide = nn.functional.pad(sets, (0, columns, 0, keys - sets.size(1)))
-            self._of_keys[keys] = wide.to(device, call.key.dtype)
+            padded = nn.functional.pad(sets, (0, 0, 0, keys - sets.size(1)))
+            self._of_keys[keys] = padded.to(device, call.key.dtype)
         last = Queries(torch.tensor([queries - 1], device=device), queries - 1, queries)
-        mass = call.mass_on_keys(self._of_keys[keys], last)[:, 0, : self._sets.size(-1)]  # (N, 2)
+        mass = call.mass_on_keys(self._of_keys[keys], last)[:, 0]  # (N, 2)
         self._masses.setdefault(call.module.layer_idx, []).append(mass)
 
     @torch.no_grad()

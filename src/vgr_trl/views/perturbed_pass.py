@@ -381,8 +381,7 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
     seen = [perturbed[own[row]] if is_noisy else rollout.messages[row] for row, is_noisy in enumerate(noisy)]
     shown = trainer.tokenize(seen)
     if [list(ids) for ids in shown.ids] != [list(ids) for ids in prompts.ids]:
-        found = f"Images perturbed by {args.noisy_perturbation} give other image tokens than the originals"
-        raise DataError(f"{found}: set noisy_generations to 0 for this processor.")
+        raise DataError(f"{args.noisy_perturbation} changes image tokens: set noisy_generations to 0.")
     rollout.noise.prompts = shown
     return shown
 

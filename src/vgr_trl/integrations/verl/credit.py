@@ -137,11 +137,9 @@ def resolve_options(adv_estimator: str, given: Mapping[str, Any] | None, loss_mo
     """
     options = SignalOptions.read(given, ESTIMATORS.get(adv_estimator))
     if adv_estimator not in ESTIMATORS and (options.shapes_advantages or options.rewards_attention):
-        names = ", ".join(ESTIMATORS)
-        raise ConfigError(f"adv_estimator is {adv_estimator!r}, which does not read the options given: use {names}.")
+        raise ConfigError(f"adv_estimator {adv_estimator!r} does not read the options: use {', '.join(ESTIMATORS)}.")
     if options.terms and loss_mode not in (*LOSSES, None):
-        names = ", ".join(LOSSES)
-        raise ConfigError(f"loss_mode is {loss_mode!r}, which does not read the options given: use {names}.")
+        raise ConfigError(f"loss_mode {loss_mode!r} does not read the options given: use {', '.join(LOSSES)}.")
     if loss_mode == "vgr_papo" and not options.uses_perception_loss:
         raise ConfigError("loss_mode is vgr_papo, but perception_loss_weight is 0: give it a weight, such as 0.01.")
     return options

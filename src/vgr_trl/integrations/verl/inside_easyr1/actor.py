@@ -165,8 +165,9 @@ def read_options(given: Mapping[str, Any], estimator: str, filters: bool = False
     if estimator == "gae" and options.rewards_attention:
         raise ConfigError("Attention rewards compare completions of a prompt: use another adv_estimator than gae.")
     if options.collect_attentions and filters:
-        lost = "algorithm.online_filtering drops and reorders rows, whose token_weights collect_attentions then loses"
-        raise ConfigError(f"{lost}: turn one of them off.")
+        raise ConfigError(
+            "online_filtering moves rows, and collect_attentions loses their token_weights: turn one off."
+        )
     options.estimator = estimator
     return preset, options
 
