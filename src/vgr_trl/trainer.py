@@ -403,8 +403,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             else:
                 with nullcontext() if generated is None else keep_random_state(self.accelerator.device):
                     self._score_rollout(rollout, inputs)
-        named, gather = self.measurement.named, self.accelerator.gather
-        measured, metrics = signals_as_columns(rollout, named, self.args, gather)
+        measured, metrics = signals_as_columns(self, rollout)
         if "vgr" in measured:
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
         self._log_metrics(metrics)

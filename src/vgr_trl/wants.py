@@ -10,8 +10,6 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
-from vgr_trl.config import MeasureOptions
-from vgr_trl.metrics.step_metrics import Gather
 from vgr_trl.passes.loss_mask import find_window, trim_inputs
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.patching import keep_random_state
@@ -20,7 +18,6 @@ from vgr_trl.rows import build_scoring_inputs
 from vgr_trl.signals.named import (
     PER_IMAGE,
     SINGLE_COLUMNS,
-    NamedSignal,
     RolloutSignals,
     add_named,
     attention_metrics,
@@ -35,6 +32,7 @@ from vgr_trl.signals.ratios import AttentionMass, late_layers, measure_segments
 from vgr_trl.signals.scoring import AttentionPlan, Scores, Want, given_tokens
 from vgr_trl.views.regions import region_mask
 
+ColumnsAndMetrics = tuple[dict[str, list[Any]], dict[str, float]]
 MOST_KEPT = 2**29  # bytes of attention kept per token on the device; 10 rows of 1,024 tokens of a 7 B model
 
 
@@ -141,46 +139,34 @@ def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals
     return RolloutSignals(logps, entropies, mask, replace(mass, vision=vision, instruction=instruction, mask=mask))
 
 
-def signals_as_columns(
-    rollout: Rollout, named: Sequence[NamedSignal], options: MeasureOptions, gather: Gather
-) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Return the signal columns for rewards, and metrics.
-
-    Args:
-        rollout: a rollout with signals; the named signals are added to them.
-        named: signals to compute.
-        options: segments of layers, and the ratio of the MDI balance.
-        gather: concatenates a tensor over all processes.
-    """
-    signals = cast("RolloutSignals", rollout.signals)
-    new = add_named(named, signals)
+def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> ColumnsAndMetrics:
+    """Return the signal columns for rewards, and metrics; add the named signals to those of the rollout."""
+    signals, gather = cast("RolloutSignals", rollout.signals), trainer.accelerator.gather
+    new = add_named(trainer.measurement.named, signals)
     columns: dict[str, list[Any]] = {**named_columns(new, signals)}
     metrics = named_metrics(new, signals, gather)
     if signals.attention is None:
         return columns, metrics
     prompt_mass = None if rollout.scores is None else rollout.scores.prompt_attention
-    of_attention, more = attention_columns(signals.attention, prompt_mass, options, gather)
-    columns |= of_attention | {"mdi_balance_ratio": [options.mdi_balance_ratio] * len(rollout.rows)}
+    of_attention, more = attention_columns(trainer, signals.attention, prompt_mass)
+    columns |= of_attention | {"mdi_balance_ratio": [trainer.args.mdi_balance_ratio] * len(rollout.rows)}
     if rollout.scores is not None and rollout.scores.per_image is not None:
         columns |= {PER_IMAGE: rollout.scores.per_image}
     return columns, more | metrics
 
 
-def attention_columns(
-    mass: Any, prompt_mass: AttentionMass | None, options: MeasureOptions, gather: Gather
-) -> tuple[dict[str, list[Any]], dict[str, float]]:
+def attention_columns(trainer: ConstructedTrainer, mass: Any, prompt_mass: AttentionMass | None) -> ColumnsAndMetrics:
     """Return the `SIGNAL_COLUMNS` of completions, and metrics over all processes.
 
     Args:
+        trainer: gives segments of layers, and the ratio of the MDI balance.
         mass: attention of the completions' tokens.
         prompt_mass: attention of the prompts' instruction tokens; None on every process: not measured.
-        options: segments of layers, and the ratio of the MDI balance.
-        gather: concatenates a tensor over all processes.
     """
-    segmentation = options.attention_segments, options.mdi_balance_ratio
+    segmentation = trainer.args.attention_segments, trainer.args.mdi_balance_ratio
     segments = measure_segments(mass, *segmentation)
     of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
-    return reward_columns(segments), attention_metrics(segments, gather, of_prompt)
+    return reward_columns(segments), attention_metrics(segments, trainer.accelerator.gather, of_prompt)
 
 
 def choose_sample(rows: int, size: int, first: int, recorded: Sequence[int], draw: int) -> list[int]:
@@ -197,9 +183,7 @@ def choose_sample(rows: int, size: int, first: int, recorded: Sequence[int], dra
     return sorted({*recorded, *(row for row in range(rows) if (first + row) // size == group)})
 
 
-def measure_sample(
-    trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]
-) -> tuple[dict[str, list[Any]], dict[str, float]]:
+def measure_sample(trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]) -> ColumnsAndMetrics:
     """Measure the attention of a sample of a rollout's rows; return columns, None for other rows, and metrics.
 
     The signals of other rows are NaN. Every process measures equally many rows, because sharded parameters need equally
@@ -227,7 +211,7 @@ def measure_sample(
     rollout.signals = _spread(make_signals(scores, None), rows, mask)
     maps = {rows[row]: kept for row, kept in (scores.maps or {}).items()}
     rollout.scores = Scores(rollout.signals.logps, rollout.signals.mask, maps=maps)
-    columns, metrics = attention_columns(scores.attention, scores.prompt_attention, args, accelerator.gather)
+    columns, metrics = attention_columns(trainer, scores.attention, scores.prompt_attention)
     by_row = {name: dict(zip(rows, columns[name], strict=True)) for name in SINGLE_COLUMNS}
     return {name: [*map(values.get, range(count))] for name, values in by_row.items()}, metrics
 

@@ -13,7 +13,7 @@ from tiny_rollout import chats, picture, rollout, tiny_model
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
 from vgr_trl.integrations.verl import build_token_vgr_weights_for_batch, token_vgr_weights
 from vgr_trl.integrations.verl.credit import SignalOptions
-from vgr_trl.integrations.verl.signals import measure_pass, normalised_black, perturb_row
+from vgr_trl.integrations.verl.signals import build_actor_context, measure_pass, normalised_black, perturb_row
 from vgr_trl.signals import RolloutScorer
 from vgr_trl.signals.ratios import special_token_ids
 
@@ -27,7 +27,6 @@ def tiny():
 def test_packed_and_padded_agree(tiny, monkeypatch):
     model, processor, tensors, pixels = tiny
     options = SignalOptions(token_weights=True, token_weights_last_k_layers=1)
-    special = special_token_ids(processor)
     images = {name: torch.cat([row[name] for row in pixels]) for name in ("pixel_values", "image_grid_thw")}
     ids, present = tensors["input_ids"], tensors["attention_mask"].bool()
     prompt = present & (torch.arange(ids.size(1)) < tensors["prompts"].size(1))
@@ -35,7 +34,7 @@ def test_packed_and_padded_agree(tiny, monkeypatch):
     monkeypatch.setattr(
         functional, attend.__name__, lambda query, *a, **k: queries.append(query.size(2)) or attend(query, *a, **k)
     )
-    given = model, ids, present, prompt, options, special
+    given = model, ids, present, prompt, build_actor_context(options, 0, processor)
     with torch.no_grad(), measure_pass(*given, packed=False) as padded:
         model(
             input_ids=ids, attention_mask=present.long(), position_ids=tensors["position_ids"].transpose(0, 1), **images

@@ -166,8 +166,8 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     if measurement.views:
         _score_perturbations(trainer, rollout, signals, chunks)
     totals = Totals()
-    for name, view in measurement.row_views.items():
-        signals.views[name] = seen = _score_row_view(trainer, rollout, name, view, chunks)
+    for name in measurement.row_views:
+        signals.views[name] = seen = _score_row_view(trainer, rollout, name, chunks)
         known = signals.mask.bool() & ~seen.isnan()
         totals.add_mean(f"views/{name}/rows", known.any(1), signals.mask.any(1))
     gather = trainer.accelerator.gather
@@ -209,23 +209,20 @@ def _score_perturbations(
         signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in shift)
 
 
-def _score_row_view(
-    trainer: ConstructedTrainer, rollout: Rollout, name: str, view: str, chunks: Sequence[range]
-) -> torch.Tensor:
+def _score_row_view(trainer: ConstructedTrainer, rollout: Rollout, name: str, chunks: Sequence[range]) -> torch.Tensor:
     """Return the log-probabilities of the completions under a view of their rows, (N, T); NaN for rows without it.
 
     Args:
         trainer: scores the completions.
         rollout: a scored rollout; of the view `teacher` it keeps the images, and its batch what loss terms read.
         name: of the view among the signals.
-        view: its plug-in.
         chunks: rows of each pass.
     """
     found, top, measurement = [], [], trainer.measurement
     reads_all, count = measurement.needs("teacher_top"), measurement.teacher_top
     reads = name == TEACHER and (reads_all or (count > 0 and bool(rollout.recorded)))
     for rows in chunks:
-        seen = _rows_under(view, trainer, rollout, rows)
+        seen = _rows_under(measurement.row_views[name], trainer, rollout, rows)
         shown = {row: [*each.images] for row, each in zip(rows, seen, strict=True) if each is not None}
         inputs = inputs_with_view(trainer, rollout, rows, seen)
         with _weights_of(name, trainer) as model, torch.no_grad():

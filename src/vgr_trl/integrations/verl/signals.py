@@ -29,6 +29,7 @@ from vgr_trl.signals.ratios import (
 
 LAST_LAYERS_OPTION = "token_weight_last_k_layers"  # for messages
 _SIDE = 14  # of a square, in pixels
+Context = dict[str, Any]  # as `build_actor_context` returns it
 
 
 def build_token_vgr_weights_for_batch(
@@ -142,15 +143,7 @@ def token_vgr_weights(
 
 @contextmanager
 def measure_pass(
-    model: Any,
-    input_ids: Tensor,
-    present: Tensor,
-    prompt: Tensor,
-    options: SignalOptions,
-    special_token_ids: Sequence[int],
-    *,
-    packed: bool,
-    pad: int = 0,
+    model: Any, input_ids: Tensor, present: Tensor, prompt: Tensor, context: Context, packed: bool, pad: int = 0
 ) -> Iterator[dict[str, Tensor]]:
     """Measure the attention of the forward pass over N sequences in this block.
 
@@ -164,14 +157,14 @@ def measure_pass(
         input_ids: (N, S), tokens.
         present: (N, S), False for padding.
         prompt: (N, S), True for prompt tokens.
-        special_token_ids: tokens of no modality.
+        context: as `build_actor_context` returns it.
         packed: whether the pass concatenates the sequences in one row, without their padding.
         pad: number of padding tokens that it then appends.
 
     Raises:
         ConfigError: the image tokens are unknown.
     """
-    causal, columns = causal_model(model), dict[str, Tensor]()
+    causal, options = causal_model(model), SignalOptions.read(context["options"])
     vision = tuple(options.vision_token_ids or ()) or vision_token_ids(causal)
     if not vision:
         raise ConfigError(f"{type(causal).__name__} has no image token in its configuration: give vision_token_ids.")
@@ -180,7 +173,8 @@ def measure_pass(
     if packed:
         parts = (input_ids, prompt, rows, present)
         input_ids, prompt, rows, present = (functional.pad(part[present], (0, pad))[None] for part in parts)
-    masks = build_modality_masks(input_ids, prompt, vision_token_ids=vision, special_token_ids=special_token_ids)
+    special, columns = context["special_token_ids"], dict[str, Tensor]()
+    masks = build_modality_masks(input_ids, prompt, vision_token_ids=vision, special_token_ids=special)
     places = (present & ~prompt).any(0).nonzero().flatten().tolist() or [1]  # of responses
     emitting = slice(max(places[0] - 1, 0), max(places[-1], 1))
     with AttentionProbe(model, masks, emitting, packed=packed) as probe:
@@ -233,7 +227,7 @@ def perturb_row(inputs: Mapping[str, Any], options: SignalOptions, step: int, bl
     return {**inputs, "pixel_values": torch.where(dark, colours, pixels)}
 
 
-def perturb_rows(micro_batch: Any, context: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Tensor]:
+def perturb_rows(micro_batch: Any, context: Context) -> tuple[list[dict[str, Any]], Tensor]:
     """Return the perturbed pixel inputs of each row, and which rows have no image, (N,) bool.
 
     Args:
@@ -247,7 +241,7 @@ def perturb_rows(micro_batch: Any, context: Mapping[str, Any]) -> tuple[list[dic
     return perturbed, torch.tensor([row.get("pixel_values") is None for row in rows], device=ids.device)
 
 
-def build_actor_context(options: SignalOptions, step: int, processor: Any) -> dict[str, Any]:
+def build_actor_context(options: SignalOptions, step: int, processor: Any) -> Context:
     """Return the context that the actor gets with a batch: options, and constants of the processor.
 
     Args:
@@ -265,8 +259,7 @@ def build_actor_context(options: SignalOptions, step: int, processor: Any) -> di
 
 def normalised_black(processor: Any) -> list[float]:
     """Return the value of black per channel after the processor's normalisation."""
-    images = getattr(processor, "image_processor", None)
-    mean, std = getattr(images, "image_mean", None), getattr(images, "image_std", None)
-    if mean is None or std is None or not getattr(images, "do_normalize", True):
+    images: Any = getattr(processor, "image_processor", None)
+    if images is None or not images.do_normalize:
         return [0.0, 0.0, 0.0]
-    return [-float(middle) / float(spread) for middle, spread in zip(mean, std, strict=True)]
+    return [-middle / spread for middle, spread in zip(images.image_mean, images.image_std, strict=True)]

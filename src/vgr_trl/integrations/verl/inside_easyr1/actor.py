@@ -1,6 +1,6 @@
 """EasyR1 (b44b311) with signals: the actor measures them with log-probabilities, the trainer uses them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from vgr_trl.integrations.verl.credit import (
     set_signal_context,
     sum_loss_terms,
 )
-from vgr_trl.integrations.verl.signals import build_actor_context, measure_pass, perturb_rows
+from vgr_trl.integrations.verl.signals import Context, build_actor_context, measure_pass, perturb_rows
 from vgr_trl.patching import patched_attribute, patched_attributes
 from vgr_trl.signals.ratios import visual_dependency
 
@@ -49,7 +49,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
     """
 
     columns: Mapping[str, Tensor] = {}
-    _context: Mapping[str, Any] | None = None
+    _context: Context | None = None
     _names: tuple[str, ...] = ()
     _perturbed_logps: Tensor | None = None
 
@@ -83,8 +83,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         columns: dict[str, Tensor] = {}
         with ExitStack() as stack:
             if options.measures_attention:
-                measured = self._measure_pass(micro_batch, options, context["special_token_ids"])
-                columns = stack.enter_context(measured)
+                columns = stack.enter_context(self._measure_pass(micro_batch, context))
             logps = plain(micro_batch, temperature)
         columns = {name: self._select_responses(column, micro_batch) for name, column in columns.items()}
         if options.needs_dependency:
@@ -112,12 +111,12 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         with patched_attribute(self, "_context", context), patched_loss:
             return super().update_policy(data)
 
-    def _measure_pass(self, micro_batch: dict[str, Any], options: SignalOptions, special: Sequence[int]) -> Any:
+    def _measure_pass(self, micro_batch: dict[str, Any], context: Context) -> Any:
         ids, present, packed = micro_batch["input_ids"], micro_batch["attention_mask"], self.config.padding_free
         if packed and self.config.ulysses_size > 1:
             raise ConfigError("Attention cannot be measured in split sequences: set worker.actor.ulysses_size=1.")
         in_prompt = torch.arange(ids.size(1), device=ids.device) < ids.size(1) - micro_batch["responses"].size(-1)
-        return measure_pass(self.actor_module, ids, present, in_prompt.expand_as(ids), options, special, packed=packed)
+        return measure_pass(self.actor_module, ids, present, in_prompt.expand_as(ids), context, packed)
 
     def _select_responses(self, column: Tensor, micro_batch: dict[str, Any]) -> Tensor:
         """Return the values at the positions that predict the response tokens, (N, T)."""

@@ -7,7 +7,7 @@ requests this in the batch; a batch without a request is processed as in verl.
 
 import importlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -41,7 +41,7 @@ from vgr_trl.integrations.verl.credit import (
     resolve_options,
     set_signal_context,
 )
-from vgr_trl.integrations.verl.signals import build_actor_context, measure_pass, perturb_rows
+from vgr_trl.integrations.verl.signals import Context, build_actor_context, measure_pass, perturb_rows
 from vgr_trl.patching import patched_attribute
 from vgr_trl.sharing.model_support import attention_modules
 from vgr_trl.signals.probe import find_decoder
@@ -86,7 +86,6 @@ def _call_registry(plain: Any, running: list[Any], query: Any, key: Any, value: 
 
 
 CONTEXT_KEY = "vgr"  # in the batch
-Context = dict[str, Any]  # as `build_actor_context` returns it
 
 
 class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
@@ -109,8 +108,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         with ExitStack() as stack:
             if options.measures_attention:
                 stack.enter_context(route_through_registry(self.module))
-                measured = self._measure_pass(micro_batch, options, context["special_token_ids"])
-                columns = stack.enter_context(measured)
+                columns = stack.enter_context(self._measure_pass(micro_batch, context))
             loss, output = super().forward_step(micro_batch, loss_function, True)
         found = output["model_output"]
         for name, column in columns.items():
@@ -138,7 +136,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         with set_signal_context(SignalContext(options, perturbed_logps=logps)):
             return super().forward_step(micro_batch, loss_function, False)
 
-    def _measure_pass(self, micro_batch: Any, options: SignalOptions, special: Sequence[int]) -> Any:
+    def _measure_pass(self, micro_batch: Any, context: Context) -> Any:
         if self.use_ulysses_sp:
             raise ConfigError("Attention cannot be measured in split sequences: set ulysses_sequence_parallel_size=1.")
         ids, prompts = micro_batch["input_ids"], micro_batch["prompts"]
@@ -151,7 +149,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         present, prompt = (columns < lengths.unsqueeze(1) for lengths in (ids.offsets().diff(), prompt_lengths))
         packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
         pad = self._get_packed_pad_size(len(ids.values())) if packed else 0
-        return measure_pass(self.module, padded, present, prompt, options, special, packed=packed, pad=pad)
+        return measure_pass(self.module, padded, present, prompt, context, packed, pad)
 
     def _perturb(self, micro_batch: Any, context: Context) -> tuple[Any, Tensor]:
         """Return the micro-batch with perturbed images, and which rows have none, (N,) bool."""
