@@ -95,7 +95,7 @@ class PassPlan:
     """
 
     def __init__(
-        self, sets: Tensor, rows: slice | Sequence[int] | None, measure_prompt: bool, prompt: int | None = None
+        self, sets: Tensor, rows: slice | Sequence[int] | None, measure_prompt: bool, prompt: int | None
     ) -> None:
         self.sets, self.rows, self.measure_prompt, self.prompt = sets, rows, measure_prompt, prompt
         self.positions: list[int] = []

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -164,7 +164,7 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     size = whole_groups(trainer.rows_per_pass.given, trainer.completions_per_prompt)
     chunks = [every[start : start + size] for start in every[::size]]
     if measurement.views:
-        _score_perturbations(trainer, rollout, signals, chunks)
+        _score_perturbations(trainer, rollout, chunks)
     totals = Totals()
     for name in measurement.row_views:
         signals.views[name] = seen = _score_row_view(trainer, rollout, name, chunks)
@@ -174,11 +174,10 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     rollout.metrics |= named_metrics(add_named(measurement.named, signals), signals, gather) | totals.metrics(gather)
 
 
-def _score_perturbations(
-    trainer: ConstructedTrainer, rollout: Rollout, signals: RolloutSignals, chunks: Sequence[range]
-) -> None:
+def _score_perturbations(trainer: ConstructedTrainer, rollout: Rollout, chunks: Sequence[range]) -> None:
     """Score a rollout under all perturbations, some rows at a time; set what its signals say about them."""
     args, batch, measurement = trainer.args, rollout.batch, trainer.measurement
+    signals = cast("RolloutSignals", rollout.signals)
     parts = [
         trainer.score(
             stacked_inputs([_inputs_under(name, trainer, rollout, rows) for name in measurement.views]),

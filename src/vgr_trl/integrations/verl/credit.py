@@ -356,19 +356,10 @@ def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., Tensor], 
         name: registered name, for messages.
     """
 
-    def loss(
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str = "token-mean",
-        config: Any = None,
-        rollout_is_weights: Tensor | None = None,
-    ) -> Loss:
+    def loss(*, log_prob: Tensor, response_mask: Tensor, loss_agg_mode: str, config: Any, **others: Any) -> Loss:
         context = get_signal_context(f"The policy loss {name}")
-        value, metrics = base(
-            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
-        )
+        own = {"response_mask": response_mask, "loss_agg_mode": loss_agg_mode, "config": config}
+        value, metrics = base(log_prob=log_prob, **own, **others)
         mean = partial(aggregate, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
         terms, of_terms = sum_loss_terms(context, log_prob, response_mask, mean)
         return value + terms, metrics | {f"actor/{term}": share for term, share in of_terms.items()}
