@@ -5,7 +5,7 @@ Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divide
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -235,7 +235,7 @@ class _MeasuredAgain(torch.autograd.Function):
         ctx.measure, ctx.heads, ctx.further = measure, heads, further
         ctx.save_for_backward(*inputs)
         with _whole(heads):
-            parts = [measure(*part) for part in _split(heads[0], inputs[0], *further)]
+            parts = [measure(*part) for part in heads[0].split(inputs[0], *further)]
         return torch.cat(parts) if parts else inputs[0].new_zeros(0).float()
 
     @staticmethod
@@ -249,7 +249,7 @@ class _MeasuredAgain(torch.autograd.Function):
                 inner[number].requires_grad_()  # those that FSDP2 has gathered
             sums = {number: torch.zeros_like(inner[number], dtype=torch.float32) for number in trained}
             of_hidden = [hidden[:0]]
-            for states, part, *further in _split(head, hidden, gradient, *ctx.further):
+            for states, part, *further in head.split(hidden, gradient, *ctx.further):
                 states = states.detach().requires_grad_()
                 values = ctx.measure(states, *further)
                 found, *others = torch.autograd.grad(values, [states, *(inner[each] for each in trained)], part)
@@ -266,13 +266,6 @@ def _whole(heads: Sequence[Head]) -> ExitStack:
     for head in heads:
         stack.enter_context(head.whole())
     return stack
-
-
-def _split(head: Head, *of_positions: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield parts of tensors of the same positions, each as large as its logits allow."""
-    size = head.positions_at_a_time(of_positions[0].device)
-    parts = zip(*(each.split(size) for each in of_positions), strict=True)
-    return (part for part in parts if len(part[0]))
 
 
 def _shard(gradient: Tensor | None, weight: Tensor) -> Tensor | None:

@@ -14,7 +14,7 @@ from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.rows import Prompts, rows_with_images, scoring_inputs, take_rows, valid_tokens
 from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.scoring import Want
-from vgr_trl.views.perturbed_pass import inputs_with_images, inputs_with_other_images, perturb_turns
+from vgr_trl.views.perturbed_pass import inputs_with_other_images
 
 logger = logging.get_logger(__name__)
 UNCHANGED = 1e-5  # nats; smaller changes of all log-probabilities are rounding errors
@@ -101,13 +101,7 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
     part, inputs, why = take_rows(batch, rows), [], ""
     try:
         blank = partial(perturb_images, name="mask_image", seed=0, step=0)
-        prompts = [(accelerator.process_index * len(valid) + row) // size for row in rows]
-        messages = [rollout.messages[row] for row in rows]
-        if rollout.turns is None:
-            other, _ = inputs_with_other_images(trainer.tokenize, part, messages, prompts, blank)
-        else:
-            images = perturb_turns(rollout.turns.take(rows), prompts, "all", blank)
-            other = inputs_with_images(trainer.processing_class, part, images)
+        other, _ = inputs_with_other_images(trainer, rollout, rows, blank, size)
         inputs = [scoring_inputs(part), other]
     except DataError as error:
         why = f": {error}"

@@ -150,6 +150,7 @@ class Rollout:
 
     Attributes:
         rows: rows of the data, one per completion.
+        first: number of the first row over all processes.
         recorded: numbers of the recorded rows, whose attention to the image is kept token by token; None if no process
             records a row of the batch.
         greedy: whether there is one greedy completion per row, which is not logged (ReMax).
@@ -187,6 +188,7 @@ class Rollout:
     """
 
     rows: list[dict[str, Any]]
+    first: int = 0
     recorded: tuple[int, ...] | None = None
     greedy: bool = False
     blind: bool = False

@@ -23,7 +23,7 @@ from vgr_trl.errors import RewardError, check_release
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
 from vgr_trl.loss import FullKL, KLControl, TermInputs, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
-from vgr_trl.metrics.step_metrics import OptimizerClock, StageClock, StepMetrics
+from vgr_trl.metrics.step_metrics import StageClock, StepMetrics
 from vgr_trl.passes.micro_batches import join_micro_batches, loss_in_parts, plan_shuffle
 from vgr_trl.passes.run_pass import ForwardPasses, refuse_nan
 from vgr_trl.patches.trl import (
@@ -225,7 +225,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.collapse_watch = CollapseWatch(self._metrics["train"], self.named_reward_weights)
         self.recorder = RolloutRecorder(self)
         self.termination = SaveOnTermination(self.accelerator)
-        for callback in (self.collapse_watch, self.termination, OptimizerClock(self.clock)):
+        for callback in (self.collapse_watch, self.termination, self.clock):
             self.add_callback(callback)
         if self.accelerator.mixed_precision != "fp16":
             self.add_callback(FiniteUpdates(self.accelerator, self.step_metrics))
@@ -389,8 +389,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             else:
                 with nullcontext() if generated is None else keep_random_state(self.accelerator.device):
                     self._score_rollout(rollout, inputs)
-        named, gather = self.measurement.named, self.accelerator.gather
-        measured, metrics = signals_as_columns(rollout, named, self.args, gather)
+        measured, metrics = signals_as_columns(self, rollout)
         if "vgr" in measured:
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
         self._log_metrics(metrics)
@@ -561,7 +560,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Open a new rollout for the hooks in this block; rollouts may be nested."""
         if self._rollout is None:
             self.vision_cache.clear()
-        rollout = Rollout(normalise_image_columns(rows), **options)
+        first = self.accelerator.process_index * len(rows)
+        rollout = Rollout(normalise_image_columns(rows), first, **options)
         with patched_attribute(self, "_rollout", rollout):
             yield rollout
 

@@ -10,8 +10,6 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
-from vgr_trl.config import MeasureOptions
-from vgr_trl.metrics.step_metrics import Gather
 from vgr_trl.passes.loss_mask import find_extents, find_window, trim_inputs
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.patching import keep_random_state
@@ -20,19 +18,21 @@ from vgr_trl.rows import build_scoring_inputs
 from vgr_trl.signals.named import (
     PER_IMAGE,
     SINGLE_COLUMNS,
-    NamedSignal,
     RolloutSignals,
     add_named,
     attention_metrics,
+    columns_to_signals,
     named_columns,
     named_metrics,
     reward_columns,
+    signals_to_columns,
 )
 from vgr_trl.signals.perturbation import derive_seed
 from vgr_trl.signals.ratios import AttentionMass, late_layers, measure_segments
 from vgr_trl.signals.scoring import AttentionPlan, Scores, Want, given_tokens
 from vgr_trl.views.regions import region_mask
 
+ColumnsAndMetrics = tuple[dict[str, list[Any]], dict[str, float]]
 MOST_KEPT = 2**29  # bytes of attention kept per token on the device; 10 rows of 1,024 tokens of a 7 B model
 
 
@@ -139,46 +139,34 @@ def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals
     return RolloutSignals(logps, entropies, mask, replace(mass, vision=vision, instruction=instruction, mask=mask))
 
 
-def signals_as_columns(
-    rollout: Rollout, named: Sequence[NamedSignal], options: MeasureOptions, gather: Gather
-) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """Return the signal columns for rewards, and metrics.
-
-    Args:
-        rollout: a rollout with signals; the named signals are added to them.
-        named: signals to compute.
-        options: segments of layers, and the ratio of the MDI balance.
-        gather: concatenates a tensor over all processes.
-    """
-    signals = cast("RolloutSignals", rollout.signals)
-    new = add_named(named, signals)
+def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> ColumnsAndMetrics:
+    """Return the signal columns for rewards, and metrics; add the named signals to those of the rollout."""
+    signals, gather = cast("RolloutSignals", rollout.signals), trainer.accelerator.gather
+    new = add_named(trainer.measurement.named, signals)
     columns: dict[str, list[Any]] = {**named_columns(new, signals)}
     metrics = named_metrics(new, signals, gather)
     if signals.attention is None:
         return columns, metrics
     prompt_mass = None if rollout.scores is None else rollout.scores.prompt_attention
-    of_attention, more = attention_columns(signals.attention, prompt_mass, options, gather)
-    columns |= of_attention | {"mdi_balance_ratio": [options.mdi_balance_ratio] * len(rollout.rows)}
+    of_attention, more = attention_columns(trainer, signals.attention, prompt_mass)
+    columns |= of_attention | {"mdi_balance_ratio": [trainer.args.mdi_balance_ratio] * len(rollout.rows)}
     if rollout.scores is not None and rollout.scores.per_image is not None:
         columns |= {PER_IMAGE: rollout.scores.per_image}
     return columns, more | metrics
 
 
-def attention_columns(
-    mass: Any, prompt_mass: AttentionMass | None, options: MeasureOptions, gather: Gather
-) -> tuple[dict[str, list[Any]], dict[str, float]]:
+def attention_columns(trainer: ConstructedTrainer, mass: Any, prompt_mass: AttentionMass | None) -> ColumnsAndMetrics:
     """Return the `SIGNAL_COLUMNS` of completions, and metrics over all processes.
 
     Args:
+        trainer: gives segments of layers, and the ratio of the MDI balance.
         mass: attention of the completions' tokens.
         prompt_mass: attention of the prompts' instruction tokens; None on every process: not measured.
-        options: segments of layers, and the ratio of the MDI balance.
-        gather: concatenates a tensor over all processes.
     """
-    segmentation = options.attention_segments, options.mdi_balance_ratio
+    segmentation = trainer.args.attention_segments, trainer.args.mdi_balance_ratio
     segments = measure_segments(mass, *segmentation)
     of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
-    return reward_columns(segments), attention_metrics(segments, gather, of_prompt)
+    return reward_columns(segments), attention_metrics(segments, trainer.accelerator.gather, of_prompt)
 
 
 def choose_sample(rows: int, size: int, first: int, recorded: Sequence[int], draw: int) -> list[int]:
@@ -195,9 +183,7 @@ def choose_sample(rows: int, size: int, first: int, recorded: Sequence[int], dra
     return sorted({*recorded, *(row for row in range(rows) if (first + row) // size == group)})
 
 
-def measure_sample(
-    trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]
-) -> tuple[dict[str, list[Any]], dict[str, float]]:
+def measure_sample(trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]) -> ColumnsAndMetrics:
     """Measure the attention of a sample of a rollout's rows; return columns, None for other rows, and metrics.
 
     The signals of other rows are NaN. Every process measures equally many rows, because sharded parameters need equally
@@ -209,8 +195,8 @@ def measure_sample(
         completion_ids: tokens of each completion.
     """
     args, accelerator, count = trainer.args, trainer.accelerator, len(completion_ids)
-    first, draw = accelerator.process_index * count, derive_seed(args.seed, trainer.state.global_step, 0)
-    rows = choose_sample(count, trainer.completions_per_prompt, first, rollout.recorded or (), draw)
+    draw = derive_seed(args.seed, trainer.state.global_step, 0)
+    rows = choose_sample(count, trainer.completions_per_prompt, rollout.first, rollout.recorded or (), draw)
     most = int(accelerator.gather(torch.tensor([len(rows)], device=accelerator.device)).max())
     rows = sorted([*rows, *(row for row in range(count) if row not in rows)][:most])
     inputs = completion_inputs(trainer, rollout, completion_ids)
@@ -226,28 +212,19 @@ def measure_sample(
     rollout.signals = _spread(make_signals(scores, None), rows, mask)
     maps = {rows[row]: kept for row, kept in (scores.maps or {}).items()}
     rollout.scores = Scores(rollout.signals.logps, rollout.signals.mask, maps=maps)
-    columns, metrics = attention_columns(scores.attention, scores.prompt_attention, args, accelerator.gather)
-    places = {row: place for place, row in enumerate(rows)}
-    found = {
-        name: [columns[name][places[row]] if row in places else None for row in range(count)] for name in SINGLE_COLUMNS
-    }
-    return found, metrics
+    columns, metrics = attention_columns(trainer, scores.attention, scores.prompt_attention)
+    by_row = {name: dict(zip(rows, columns[name], strict=True)) for name in SINGLE_COLUMNS}
+    return {name: [*map(values.get, range(count))] for name, values in by_row.items()}, metrics
 
 
 def _spread(signals: RolloutSignals, rows: Sequence[int], mask: torch.Tensor) -> RolloutSignals:
-    """Scatter the signals of some rows, of at most T tokens, to all rows of `mask`, (N, T); NaN elsewhere."""
-
-    def spread(values: torch.Tensor) -> torch.Tensor:
-        every = values.new_full((*values.shape[:-2], *mask.shape), torch.nan)
-        every[..., rows, : values.size(-1)] = values
-        return every
-
-    mask, mass = mask.to(signals.mask.device), signals.attention
-    found = RolloutSignals(spread(signals.logps), spread(signals.entropies), mask)
-    if mass is not None:
-        index = torch.tensor(rows, device=mask.device)
-        vision, instruction = (
-            value.new_zeros(len(mask)).index_copy(0, index, value) for value in (mass.num_vision, mass.num_instruction)
-        )
-        found.attention = AttentionMass(spread(mass.vision), spread(mass.instruction), vision, instruction, mask)
-    return found
+    """Scatter signals of some rows, of at most T tokens, to all rows of `mask`, (N, T); NaN or 0 elsewhere."""
+    columns, mask = signals_to_columns(signals), mask.to(signals.mask.device)
+    for name, values in columns.items():
+        undefined = torch.nan if values.is_floating_point() else 0
+        if values.ndim > 1:
+            values = functional.pad(values, (0, mask.size(1) - values.size(-1)), value=undefined)
+        columns[name] = values.new_full((len(mask), *values.shape[1:]), undefined)
+        columns[name][rows] = values
+    columns |= {"signals.mask": mask, "signals.attention.mask": mask}
+    return cast("RolloutSignals", columns_to_signals(columns))

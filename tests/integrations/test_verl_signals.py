@@ -11,7 +11,7 @@ from tiny_rollout import chats, picture, rollout, tiny_model
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS
 from vgr_trl.integrations.verl import build_token_vgr_weights_for_batch, token_vgr_weights
 from vgr_trl.integrations.verl.credit import SignalOptions
-from vgr_trl.integrations.verl.signals import build_layout, measure_pass, normalised_black, perturb_row
+from vgr_trl.integrations.verl.signals import build_actor_context, measure_pass, normalised_black, perturb_row
 from vgr_trl.signals import RolloutScorer
 from vgr_trl.signals.ratios import special_token_ids
 
@@ -25,7 +25,6 @@ def tiny():
 def test_packed_and_padded_agree(tiny, monkeypatch):
     model, processor, tensors, pixels = tiny
     options = SignalOptions(token_weights=True, token_weights_last_k_layers=1)
-    special = special_token_ids(processor)
     images = {name: torch.cat([row[name] for row in pixels]) for name in ("pixel_values", "image_grid_thw")}
     ids, present = tensors["input_ids"], tensors["attention_mask"].bool()
     prompt = present & (torch.arange(ids.size(1)) < tensors["prompts"].size(1))
@@ -33,26 +32,22 @@ def test_packed_and_padded_agree(tiny, monkeypatch):
     monkeypatch.setattr(
         functional, attend.__name__, lambda query, *a, **k: queries.append(query.size(2)) or attend(query, *a, **k)
     )
-    layout = build_layout(ids, present, prompt, packed=False)
-    with torch.no_grad(), measure_pass(model, layout, options, special) as padded:
+    given = model, ids, present, prompt, build_actor_context(options, 0, processor)
+    with torch.no_grad(), measure_pass(*given, packed=False) as padded:
         model(
             input_ids=ids, attention_mask=present.long(), position_ids=tensors["position_ids"].transpose(0, 1), **images
         )
 
     assert tensors["responses"].size(1) in queries, "measured again for the tokens that emit responses, and no others"
     positions, end = tensors["position_ids"].transpose(0, 1)[:, present], torch.arange(3).expand(4, -1)  # (4, total)
-    layout = build_layout(ids, present, prompt, packed=True, pad=3)
-    with torch.no_grad(), measure_pass(model, layout, options, special) as packed:
-        model(
-            input_ids=layout.input_ids, position_ids=torch.cat([positions, end], 1)[:, None], use_cache=False, **images
-        )
+    tokens = functional.pad(ids[present], (0, 3))[None]
+    with torch.no_grad(), measure_pass(*given, packed=True, pad=3) as packed:
+        model(input_ids=tokens, position_ids=torch.cat([positions, end], 1)[:, None], use_cache=False, **images)
     emitting = (present & ~prompt).roll(-1, 1)  # what stands at a position belongs to the next token
     assert emitting.sum() == tensors["response_mask"].sum()
     for name in ("vgr_vision", "vgr_instruction", "vgr_token"):
-        along = torch.full(ids.shape, torch.nan)
-        along[present] = packed[name][0, :-3]
-        assert torch.allclose(along[emitting], padded[name][emitting], atol=1e-6), name
-    assert padded["vgr_vision"][emitting].std() > 1e-3
+        assert torch.allclose(packed[name][emitting[present]], padded[name][emitting[present]], atol=1e-6), name
+    assert padded["vgr_vision"][emitting[present]].std() > 1e-3
 
 
 def test_matrices_of_generate_give_what_a_probe_gives():

@@ -3,7 +3,6 @@
 import signal
 import threading
 import time
-from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -83,7 +82,9 @@ class FiniteUpdates(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Zero the gradients if any is non-finite; optimizers skip parameters without one."""
-        finite = are_finite(value.grad for value in kwargs["model"].parameters())
+        gradients = [value.grad for value in kwargs["model"].parameters() if value.grad is not None]
+        here = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]  # or shards of them
+        finite = nn.utils.get_total_norm(here).isfinite()
         self._skipped = not self._accelerator.gather(finite.to(self._accelerator.device).view(1)).all()
         if self._skipped:
             kwargs["optimizer"].zero_grad()
@@ -110,9 +111,3 @@ class FiniteUpdates(TrainerCallback):
                 f"The gradient of step {step} is NaN or infinite: the update is skipped (metric skipped/updates). "
                 f"{LONGEST} such steps in a row end the run."
             )
-
-
-def are_finite(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """Return whether this process's gradients, or its shards of them, are all finite; () bool."""
-    here = [each.to_local() if isinstance(each, DTensor) else each for each in gradients if each is not None]
-    return nn.utils.get_total_norm(here).isfinite()

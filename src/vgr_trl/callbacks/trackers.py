@@ -110,10 +110,9 @@ def _find_verl_names(name: str) -> Sequence[str]:
     if name in VERL_METRICS:
         return VERL_METRICS[name]
     plain = name.removeprefix("eval_")
-    if reward := re.fullmatch("rewards/(.*)/mean", plain):
-        return (f"reward/{reward[1]}" if plain == name else f"val/{reward[1]}_reward",)
-    if plain != name and plain.startswith("reward/"):
-        return (f"val/{plain.removeprefix('reward/')}_reward",)
+    if reward := re.fullmatch("rewards/(.*)/mean|reward/(.*)", plain):
+        function = reward[1] or reward[2]
+        return (f"reward/{function}" if plain == name else f"val/{function}_reward",)
     if plain != name and plain.startswith("completions/") and plain in VERL_METRICS:
         return [f"val_{other}" for other in VERL_METRICS[plain]]
     return (name,)

@@ -248,8 +248,11 @@ def record_moment() -> Any:
     return event
 
 
-class StageClock:
-    """Time in each stage since the last log; a nested stage pauses the outer one."""
+class StageClock(TrainerCallback):
+    """Time in each stage since the last log; a nested stage pauses the outer one.
+
+    As a callback it counts the time of the optimizer, which TRL's step time excludes.
+    """
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, Any, Any]] = []  # stage, begin, end
@@ -298,18 +301,10 @@ class StageClock:
         slowest = accelerator.gather(own).view(-1, len(STAGES)).max(dim=0).values / max(1, steps)
         return {f"timing/{name}": value for name, value in zip(STAGES, slowest.tolist(), strict=True) if value > 0}
 
-
-class OptimizerClock(TrainerCallback):
-    """Counts the time of the optimizer, which TRL's step time excludes."""
-
-    def __init__(self, clock: StageClock) -> None:
-        self.clock = clock
-        self._started: Any = None
-
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock: gradients are complete."""
-        self._started = record_moment()
+        """Start the optimizer's stage: gradients are complete."""
+        self._optimizer_started = record_moment()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the clock: parameters are updated."""
-        self.clock.spans.append(("optimizer", self._started, record_moment()))
+        """End the optimizer's stage: parameters are updated."""
+        self.spans.append(("optimizer", self._optimizer_started, record_moment()))

@@ -105,7 +105,7 @@ class RolloutRecorder:
 
     def _record_row(self, rollout: Rollout, row: int) -> RecordedRow:
         trainer, batch, data, tokenizer = self.trainer, rollout.batch, rollout.rows[row], self.trainer._tokenizer
-        place, turns = trainer.accelerator.process_index * len(rollout.rows) + row, rollout.turns
+        place, turns = rollout.first + row, rollout.turns
         signals, vision = take_signal_rows(rollout.signals, [row]), trainer.measurement.vision_token_ids
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +30,15 @@ def mark_shared(keys: Tensor) -> Tensor:
     return keys
 
 
-def wrap_attention(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> AbstractContextManager[None]:
-    """Wrap every attention function that a model looks up in this block, eager and overridden functions included."""
+def wrap_attention(call: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Have `call` called with every attention function that a model looks up in this block, and its arguments.
+
+    Eager and overridden functions are included.
+    """
     look_up = AttentionInterface.get_interface
 
     def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        return wrap(look_up(interface, name, default))
+        return partial(call, look_up(interface, name, default))
 
     return patched_attribute(AttentionInterface, "get_interface", get_interface)
 

@@ -174,15 +174,12 @@ class CompletionPass:
         cache = Cache(layers=[PackedKeys(layer, keys) for layer in self.prefill.written.layers])
         reason, attended = "a model that does not pass cu_seqlens on to its attention", []
 
-        def wrap(attend: Callable[..., Any]) -> Callable[..., Any]:
-            def attend_within_bounds(*args: Any, **kwargs: Any) -> Any:
-                attended.append(attend)
-                require(kwargs.get("cu_seq_lens_k") is bounds["cu_seq_lens_k"], reason)
-                return attend(*args, **kwargs)
+        def attend_within_bounds(attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            attended.append(attend)
+            require(kwargs.get("cu_seq_lens_k") is bounds["cu_seq_lens_k"], reason)
+            return attend(*args, **kwargs)
 
-            return attend_within_bounds
-
-        with wrap_attention(wrap), _cache_through_checkpoints(self.prefill.layers):
+        with wrap_attention(attend_within_bounds), _cache_through_checkpoints(self.prefill.layers):
             outputs = self.prefill.plain(
                 **self.prefill.common,
                 **bounds,

@@ -157,9 +157,6 @@ def crop_image(image: Image.Image, *, share: float = 0.5, seed: int) -> Image.Im
     return result
 
 
-_STEPS = 1000
-
-
 def diffusion_noise(image: Image.Image, *, steps: int = 500, seed: int) -> Image.Image:
     """Add the noise of a diffusion to the colours of the image and darken them; transparency stays.
 
@@ -182,7 +179,7 @@ def diffusion_signal(steps: int) -> float:
 
     β at step i is sigmoid(-6 + 12 i / 999) · (0.005 - 1e-5) + 1e-5.
     """
-    beta = 1 / (1 + np.exp(-np.linspace(-6, 6, _STEPS))) * (0.5e-2 - 1e-5) + 1e-5
+    beta = 1 / (1 + np.exp(-np.linspace(-6, 6, 1000))) * (0.5e-2 - 1e-5) + 1e-5
     return float(np.cumprod(1 - beta)[steps])
 
 

@@ -75,7 +75,7 @@ class Pass:
         if queries != self.shape or first < 0:
             call = f"A layer attends with rows and queries {queries} to {num_keys} keys, where {self.shape} pass behind"
             raise ConfigError(f"{call} {self.seen} positions: cross attention and fixed caches cannot be measured.")
-        if (num_keys, device) not in self._found:
+        if (num_keys, device) not in self._found:  # once for all layers
             found = sets[self.owners.to(sets.device)][:, first : first + num_keys]
             found = torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1)))
             self._found[num_keys, device] = found.to(device)
@@ -99,7 +99,7 @@ class PassPlan:
     """
 
     def __init__(
-        self, sets: Tensor, rows: slice | Sequence[int] | None, measure_prompt: bool, prompt: int | None = None
+        self, sets: Tensor, rows: slice | Sequence[int] | None, measure_prompt: bool, prompt: int | None
     ) -> None:
         self.sets, self.rows, self.measure_prompt, self.prompt = sets, rows, measure_prompt, prompt
         self.positions: list[int] = []

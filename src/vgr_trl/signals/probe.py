@@ -63,7 +63,18 @@ def why_not_measurable(model: nn.Module) -> str | None:
     return None
 
 
-class AttentionProbe(ExitStack):
+class _Probe(ExitStack):
+    """A block that measures the attention layers of a model, which has to be measurable."""
+
+    def __init__(self, model: nn.Module) -> None:
+        if (why := why_not_measurable(model)) is not None:
+            raise ConfigError(f"Attention cannot be measured: {why}")
+        super().__init__()
+        self._causal, decoder = causal_model(model), find_decoder(model)
+        self._attention, self._modules = attention_modules(decoder), set(indexed_modules(decoder))
+
+
+class AttentionProbe(_Probe):
     """Measures how much attention the queries of a batch pay to vision and instruction tokens, within its block.
 
     Example:
@@ -108,30 +119,24 @@ class AttentionProbe(ExitStack):
         packed: bool = False,
         prompt: int | None = None,
     ) -> None:
-        if (why := why_not_measurable(model)) is not None:
-            raise ConfigError(f"Attention cannot be measured: {why}")
+        super().__init__(model)
         sets = [each for each in (masks.vision, masks.instruction, masks.region) if each is not None]
         self.sides = len(sets)  # 2, or 3 with a region; each image is one more set
         images = () if masks.images is None else masks.images.unbind(-1)
         self.sets = torch.stack([*sets, *images], dim=-1)  # (N, P or S, C)
         self.plan = PassPlan(self.sets, rows, measure_prompt, prompt)
-        super().__init__()
         self.keep_rows, self.packed = tuple(keep_rows), packed
-        self._base: Any = causal_model(model).base_model
-        decoder = find_decoder(model)
-        self._attention = attention_modules(decoder)
         numbers = sorted({module.layer_idx for module in self._attention})
         self._kept_layers = set(numbers if keep_layers is None else map(numbers.__getitem__, keep_layers))
-        self._modules = set(indexed_modules(decoder))
         self._masses: dict[int, torch.Tensor] = {}  # layer -> (N, T, 2)
         self._prompts: dict[int, torch.Tensor] = {}  # layer -> (N, 2), sums over instruction tokens as queries
         self._maps: dict[tuple[int, int], torch.Tensor] = {}  # (row, layer) -> (T, V)
 
     def __enter__(self) -> Self:
-        self.plan.hook(self, self._base, self._attention[0])
+        self.plan.hook(self, self._causal.base_model, self._attention[0])
         # With a hook on the last layer, shared prompts run this layer to its end.
         self.callback(self._attention[-1].register_forward_hook(lambda *call: None).remove)
-        self.enter_context(wrap_attention(_pass_calls_to(self._measure, self.packed)))
+        self.enter_context(wrap_attention(partial(_attend_and_measure, self._measure, self.packed)))
         return self
 
     @property
@@ -182,8 +187,8 @@ class AttentionProbe(ExitStack):
         return AttentionMass(sides[..., 0], sides[..., 1], counts[:, 0], counts[:, 1], mask.to(sides.device), *region)
 
     @torch.no_grad()
-    def _measure(self, module: Any, call: "AttentionCall") -> None:
-        current = self.plan.current
+    def _measure(self, call: "AttentionCall") -> None:
+        current, module = self.plan.current, call.module
         if current is None or module not in self._modules or module.layer_idx in current.done:
             return
         layer = module.layer_idx
@@ -308,21 +313,15 @@ class AttentionCall:
         return bool(causal) and self.query.size(2) > 1 and (mask is None or mask.ndim == 2)
 
 
-def _pass_calls_to(
-    measure: Callable[[Any, AttentionCall], None], packed: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper for attention functions that calls `measure` with the module and each of its calls."""
-
-    def wrap(attention: Callable[..., Any]) -> Callable[..., Any]:
-        def measured(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            outputs = attention(module, query, key, value, *args, **kwargs)
-            options = dict(zip(("attention_mask",), args, strict=False)) | kwargs
-            measure(module, AttentionCall(attention, module, query, key, options, packed))
-            return outputs
-
-        return measured
-
-    return wrap
+def _attend_and_measure(
+    measure: Callable[[AttentionCall], None], packed: bool, attention: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call an attention function, and `measure` with the call; a layer gives its mask by position or by name."""
+    outputs = attention(*args, **kwargs)
+    module, query, key, _, *mask = args
+    options = dict(zip(("attention_mask",), mask, strict=False)) | kwargs
+    measure(AttentionCall(attention, module, query, key, options, packed))
+    return outputs
 
 
 def cosine_similarity(
@@ -385,11 +384,10 @@ class SimilarityProbe(ExitStack):
         self._plan = PassPlan(vision.unsqueeze(-1), None, measure_prompt=False, prompt=prompt)
         self._seen = None if prompt is None else vision.cumsum(1)  # (N, S)
         self._base: Any = causal_model(model).base_model
-        self._decoder = find_decoder(model)
-        self._attention = attention_modules(self._decoder)[0]
-        layers = decoder_layers(self._decoder)
+        decoder = find_decoder(model)
+        self._attention, layers = attention_modules(decoder)[0], decoder_layers(decoder)
         self._number = hidden_state_number(layer, len(layers))
-        self._read = self._decoder if self._number == len(layers) else layers[max(self._number - 1, 0)]
+        self._read = decoder if self._number == len(layers) else layers[max(self._number - 1, 0)]
         self._images: dict[int, torch.Tensor] = {}  # row -> (V, D), of present and later rows
         self._found: list[tuple[Pass, torch.Tensor]] = []
 
@@ -459,12 +457,11 @@ def hidden_state_number(layer: int, layers: int) -> int:
         ConfigError: the number is outside [-L - 1, L].
     """
     if not -layers - 1 <= layer <= layers:
-        accepted = f"a number in [{-layers - 1}, {layers}], 0 for the embeddings"
-        raise ConfigError(f"hidden_similarity_layer is {layer}, the model has {layers} layers: give {accepted}.")
+        raise ConfigError(f"hidden_similarity_layer is {layer}: give a number in [{-layers - 1}, {layers}].")
     return layer % (layers + 1)
 
 
-class GenerationProbe(ExitStack):
+class GenerationProbe(_Probe):
     """Measures the tokens that `model.generate` samples, each in the pass that samples it, within its block.
 
         with GenerationProbe(model, vision_token_ids=..., special_token_ids=...) as probe:
@@ -502,24 +499,19 @@ class GenerationProbe(ExitStack):
         special_token_ids: Sequence[int],
         temperature: float = 1.0,
     ) -> None:
-        if (why := why_not_measurable(model)) is not None:
-            raise ConfigError(f"Attention cannot be measured: {why}")
-        super().__init__()
-        self.causal: Any = causal_model(model)
-        decoder = find_decoder(model)
-        self._attention, self._modules = attention_modules(decoder), set(indexed_modules(decoder))
+        super().__init__(model)
         self._ids = {"vision_token_ids": vision_token_ids, "special_token_ids": special_token_ids}
         self._temperature = temperature
 
     def __enter__(self) -> Self:
-        self.enter_context(patched_method(self.causal, "generate", partial(self._generate, self.causal.generate)))
+        self.enter_context(patched_method(self._causal, "generate", partial(self._generate, self._causal.generate)))
         return self
 
     def _generate(self, generate: Any, *args: Any, **kwargs: Any) -> Any:
         ids: Any = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))  # (N, P)
         mask = kwargs.get("attention_mask")
         masks = build_modality_masks(ids, torch.ones_like(ids) if mask is None else mask, **self._ids)
-        config, _ = self.causal._prepare_generation_config(**{"generation_config": None, **kwargs})
+        config, _ = self._causal._prepare_generation_config(**{"generation_config": None, **kwargs})
         mode = config.get_generation_mode(kwargs.get("assistant_model"))
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ConfigError(f"Attention cannot be measured during {mode.value}: generate greedily or by sampling.")
@@ -529,8 +521,8 @@ class GenerationProbe(ExitStack):
         self._drawn_from: torch.Tensor | None = None  # (N, vocabulary), distribution of the next token
         with ExitStack() as stack:
             stack.callback(self._attention[0].register_forward_pre_hook(self._begin_step, with_kwargs=True).remove)
-            stack.callback(self.causal.register_forward_hook(self._read_logits, with_kwargs=True).remove)
-            stack.enter_context(wrap_attention(_pass_calls_to(self._measure)))
+            stack.callback(self._causal.register_forward_hook(self._read_logits, with_kwargs=True).remove)
+            stack.enter_context(wrap_attention(partial(_attend_and_measure, self._measure, False)))
             outputs = generate(*args, **kwargs)
         sequences: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.sequences
         self._score(sequences[:, -1])
@@ -552,9 +544,9 @@ class GenerationProbe(ExitStack):
         self._of_keys: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
-    def _measure(self, module: Any, call: AttentionCall) -> None:
+    def _measure(self, call: AttentionCall) -> None:
         """Measure the last query of a call."""
-        if module not in self._modules or not self._makes_token:
+        if call.module not in self._modules or not self._makes_token:
             return
         rows, queries, keys, device = call.shape
         if keys not in self._of_keys:
@@ -567,7 +559,7 @@ class GenerationProbe(ExitStack):
             self._of_keys[keys] = wide.to(device, call.key.dtype)
         last = Queries(torch.tensor([queries - 1], device=device), queries - 1, queries)
         mass = call.mass_on_keys(self._of_keys[keys], last)[:, 0, : self._sets.size(-1)]  # (N, 2)
-        self._masses.setdefault(module.layer_idx, []).append(mass)
+        self._masses.setdefault(call.module.layer_idx, []).append(mass)
 
     @torch.no_grad()
     def _read_logits(self, causal: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from vgr_trl.signals.ratios import vision_token_ids
 from vgr_trl.signals.scoring import AttentionPlan, Want, score
 
 
+@dataclass(eq=False, repr=False)
 class RolloutScorer:
     """Scores completions with a transformers model, and measures in the same pass which tokens looked at the image.
 
@@ -47,28 +49,24 @@ class RolloutScorer:
         ConfigError: an argument is not accepted.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        vision_token_ids: Sequence[int] | None = None,
-        special_token_ids: Sequence[int] | None = None,
-        share_prompts: str = "auto",
-        batch_size: int | None = None,
-        temperature: float = 1.0,
-        similarity_layer: int = -1,
-        similarity_over: str = "max",
-    ) -> None:
-        if share_prompts not in ("auto", "on", "off"):
-            raise ConfigError(f"share_prompts is {share_prompts!r}: give auto, on or off.")
-        self.model, self.causal = model, causal_model(model)
-        if has_sharded_parameters(model):
+    model: nn.Module
+    _: KW_ONLY
+    vision_token_ids: Sequence[int] | None = None
+    special_token_ids: Sequence[int] | None = None
+    share_prompts: str = "auto"
+    batch_size: int | None = None
+    temperature: float = 1.0
+    similarity_layer: int = -1
+    similarity_over: str = "max"
+
+    def __post_init__(self) -> None:
+        if self.share_prompts not in ("auto", "on", "off"):
+            raise ConfigError(f"share_prompts is {self.share_prompts!r}: give auto, on or off.")
+        self.causal = causal_model(self.model)
+        if has_sharded_parameters(self.model):
             raise ConfigError("The parameters of the model are sharded: score in DAPOTrainer, or gather them before.")
-        if (adapter := why_adapter_reads_whole_rows(model)) is not None:
+        if (adapter := why_adapter_reads_whole_rows(self.model)) is not None:
             raise ConfigError(f"The model has an adapter of the type {adapter}: use another type.")
-        self.vision_token_ids, self.special_token_ids = vision_token_ids, special_token_ids
-        self.share_prompts, self.batch_size, self.temperature = share_prompts, batch_size, temperature
-        self.similarity_layer, self.similarity_over = similarity_layer, similarity_over
 
     def score(
         self,

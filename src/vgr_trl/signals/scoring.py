@@ -265,30 +265,26 @@ def _measure_images(
     ]
 
 
+_JOIN: Mapping[type, Callable[[list[Any]], Any]] = {
+    AttentionMass: join_masses,
+    Tensor: torch.cat,
+    int: sum,
+    list: lambda parts: [row for rows in parts for row in rows],
+    dict: lambda parts: {row: kept for rows in parts for row, kept in rows.items()},
+}
+
+
 def _join(parts: Sequence[Scores]) -> Scores:
     """Concatenate the scores of chunks in which the same was wanted."""
-    found: dict[str, Any] = {}
-    for name, first in vars(parts[0]).items():
-        values = [vars(part)[name] for part in parts]
-        if isinstance(first, AttentionMass):
-            found[name] = join_masses(values)
-        elif isinstance(first, Tensor):
-            found[name] = torch.cat(values)
-        elif isinstance(first, int):
-            found[name] = sum(values)
-        elif isinstance(first, list):
-            found[name] = [row for value in values for row in value]
-        elif first is not None:
-            found[name] = {row: kept for value in values for row, kept in value.items()}
-    return Scores(**found)
+    columns = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
+    wanted = {name: values for name, values in columns.items() if values[0] is not None}
+    return Scores(**{name: _JOIN[type(values[0])](values) for name, values in wanted.items()})
 
 
 def policy_is_active(model: torch.nn.Module) -> bool:
     """Whether a model without adapters, or with the adapters that train: not switched off, and no reference."""
-    for module in model.modules():
-        if isinstance(module, PeftModel):
-            return module.has_active_enabled_adapter and "ref" not in module.active_adapters
-    return True
+    wrappers = (module for module in model.modules() if isinstance(module, PeftModel))
+    return all(each.has_active_enabled_adapter and "ref" not in each.active_adapters for each in wrappers)
 
 
 def full_weights(linear: nn.Module) -> dict[str, Any]:
@@ -442,28 +438,30 @@ class Head:
         count = min(count or self.vocabulary, self.vocabulary)
         ids = torch.zeros(*mask.shape, count, dtype=torch.int32, device=hidden.device)
         logps = torch.zeros(*mask.shape, count + (count < self.vocabulary), device=hidden.device)
-        states = hidden[mask].split(self.positions_at_a_time(hidden.device))
         with self.whole():
-            parts = [_top_tokens(self.logits(each).float() / temperature, count) for each in states if len(each)]
+            parts = [
+                _top_tokens(self.logits(each).float() / temperature, count) for (each,) in self.split(hidden[mask])
+            ]
         if parts:
             ids[mask], logps[mask] = (torch.cat(each) for each in zip(*parts, strict=True))
         return ids, logps
 
-    def positions_at_a_time(self, device: torch.device, passes: int = 1) -> int:
-        """Return the number of positions whose logits, of so many passes, fit into memory at once."""
-        return max(LOGITS_AT_A_TIME.get(device.type, LOGITS_AT_A_TIME["cpu"]) // (passes * self.vocabulary), 1)
+    def split(self, *of_positions: Tensor, passes: int = 1) -> Iterator[tuple[Tensor, ...]]:
+        """Yield parts of tensors of the same positions, each as large as the logits of so many passes allow."""
+        logits = LOGITS_AT_A_TIME.get(of_positions[0].device.type, LOGITS_AT_A_TIME["cpu"])
+        size = max(logits // (passes * self.vocabulary), 1)
+        parts = zip(*(each.split(size) for each in of_positions), strict=True)
+        return (part for part in parts if len(part[0]))
 
     def _measure_by_position(
         self, measure: Callable[..., Tensor], mask: Tensor, *of_tokens: Tensor, passes: int = 1
     ) -> tuple[Tensor, Tensor]:
         """Measure two numbers of each position of the mask, (N, T) each, 0 elsewhere."""
-        device = of_tokens[0].device
-        found = torch.zeros(2, *mask.shape, device=device)
+        found = torch.zeros(2, *mask.shape, device=of_tokens[0].device)
         with self.whole():
-            if mask.any():
-                count = self.positions_at_a_time(device, passes)
-                parts = zip(*(values[mask].split(count) for values in of_tokens), strict=True)
-                found[:, mask] = torch.cat([measure(*part) for part in parts], dim=1)
+            parts = [measure(*part) for part in self.split(*(values[mask] for values in of_tokens), passes=passes)]
+        if parts:
+            found[:, mask] = torch.cat(parts, dim=1)
         return found[0], found[1]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -55,20 +55,14 @@ def perturb_prompts(prompts: Sequence[Any], indices: Sequence[int], perturb: Per
     Returns:
         The distinct prompts, perturbed, and for every row the place of its prompt among them.
     """
-    firsts: dict[int, Any] = {}  # index -> its first prompt
-    for prompt, index in zip(prompts, indices, strict=True):
-        firsts.setdefault(index, prompt)
-    position = {index: number for number, index in enumerate(firsts)}
-    perturbed = []
-    for index, prompt in firsts.items():
-        images = images_in(prompt)
-        perturbed.append(_replace_images(prompt, perturb(images, index=index)) if images else prompt)
-    return perturbed, [position[index] for index in indices]
+    distinct = dict(zip(indices, prompts, strict=True))
+    perturbed = [replace_images(prompt, perturb(images_in(prompt), index=index)) for index, prompt in distinct.items()]
+    return perturbed, [*map([*distinct].index, indices)]
 
 
 def drop_images(prompt: Any) -> Any:
     """Remove the images from a conversation; a text is returned unchanged."""
-    return _replace_images(prompt, ())
+    return replace_images(prompt, ())
 
 
 def images_in(prompt: Any) -> list[Any]:
@@ -79,7 +73,7 @@ def images_in(prompt: Any) -> list[Any]:
     return [part["image"] for content in contents for part in content if part["type"] == "image"]
 
 
-def _replace_images(prompt: Any, images: Sequence[Any]) -> Any:
+def replace_images(prompt: Any, images: Sequence[Any]) -> Any:
     """Replace the images of a conversation, in order; without enough images, parts are removed.
 
     Images beyond the parts of the conversation stand behind its last image.
@@ -170,21 +164,20 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     size = whole_groups(trainer.rows_per_pass.given, trainer.completions_per_prompt)
     chunks = [every[start : start + size] for start in every[::size]]
     if measurement.views:
-        _score_perturbations(trainer, rollout, signals, chunks)
+        _score_perturbations(trainer, rollout, chunks)
     totals = Totals()
-    for name, view in measurement.row_views.items():
-        signals.views[name] = seen = _score_row_view(trainer, rollout, name, view, chunks)
+    for name in measurement.row_views:
+        signals.views[name] = seen = _score_row_view(trainer, rollout, name, chunks)
         known = signals.mask.bool() & ~seen.isnan()
         totals.add_mean(f"views/{name}/rows", known.any(1), signals.mask.any(1))
     gather = trainer.accelerator.gather
     rollout.metrics |= named_metrics(add_named(measurement.named, signals), signals, gather) | totals.metrics(gather)
 
 
-def _score_perturbations(
-    trainer: ConstructedTrainer, rollout: Rollout, signals: RolloutSignals, chunks: Sequence[range]
-) -> None:
+def _score_perturbations(trainer: ConstructedTrainer, rollout: Rollout, chunks: Sequence[range]) -> None:
     """Score a rollout under all perturbations, some rows at a time; set what its signals say about them."""
     args, batch, measurement = trainer.args, rollout.batch, trainer.measurement
+    signals = cast("RolloutSignals", rollout.signals)
     parts = [
         trainer.score(
             stacked_inputs([_inputs_under(name, trainer, rollout, rows) for name in measurement.views]),
@@ -215,23 +208,20 @@ def _score_perturbations(
         signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in shift)
 
 
-def _score_row_view(
-    trainer: ConstructedTrainer, rollout: Rollout, name: str, view: str, chunks: Sequence[range]
-) -> torch.Tensor:
+def _score_row_view(trainer: ConstructedTrainer, rollout: Rollout, name: str, chunks: Sequence[range]) -> torch.Tensor:
     """Return the log-probabilities of the completions under a view of their rows, (N, T); NaN for rows without it.
 
     Args:
         trainer: scores the completions.
         rollout: a scored rollout; of the view `teacher` it keeps the images, and its batch what loss terms read.
         name: of the view among the signals.
-        view: its plug-in.
         chunks: rows of each pass.
     """
     found, top, measurement = [], [], trainer.measurement
     reads_all, count = measurement.needs("teacher_top"), measurement.teacher_top
     reads = name == TEACHER and (reads_all or (count > 0 and bool(rollout.recorded)))
     for rows in chunks:
-        seen = _rows_under(view, trainer, rollout, rows)
+        seen = _rows_under(measurement.row_views[name], trainer, rollout, rows)
         shown = {row: [*each.images] for row, each in zip(rows, seen, strict=True) if each is not None}
         inputs = inputs_with_view(trainer, rollout, rows, seen)
         with _weights_of(name, trainer) as model, torch.no_grad():
@@ -270,14 +260,12 @@ def _weights_of(name: str, trainer: ConstructedTrainer) -> Iterator[nn.Module]:
 
 def _rows_under(view: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range) -> list[Seen | None]:
     """Return some rows under a view, the same for the completions of a prompt; None: a row has no view."""
-    args, first = trainer.args, trainer.accelerator.process_index * len(rollout.rows)
-    parameters, step = args.parameters_of(view), trainer.state.global_step
+    args, step, size = trainer.args, trainer.state.global_step, trainer.completions_per_prompt
+    parameters, numbers = args.parameters_of(view), [(rollout.first + row) // size for row in rows]
     shown: dict[int, Seen | None] = {}  # by number of the prompt
-    numbers = [(first + row) // trainer.completions_per_prompt for row in rows]
-    for row, number in zip(rows, numbers, strict=True):
-        if number not in shown:
-            seed, images = derive_seed(args.seed, step, number), images_in(rollout.messages[row])
-            shown[number] = show_view(images, rollout.rows[row], view, parameters, seed=seed)
+    for number, row in dict(zip(numbers, rows, strict=True)).items():
+        seed, images = derive_seed(args.seed, step, number), images_in(rollout.messages[row])
+        shown[number] = show_view(images, rollout.rows[row], view, parameters, seed=seed)
     return [shown[number] for number in numbers]
 
 
@@ -294,7 +282,7 @@ def inputs_with_view(
     """
     own, part = rollout.messages[rows.start : rows.stop], slice(rows.start, rows.stop)
     shown = [
-        one if new is None else _append_text(_replace_images(one, new.images), new.text)
+        one if new is None else _append_text(replace_images(one, new.images), new.text)
         for one, new in zip(own, seen, strict=True)
     ]
     with images_processed_once(trainer.processing_class):
@@ -313,64 +301,53 @@ def inputs_with_view(
 
 def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range) -> dict[str, Any]:
     """Build the scoring inputs of some rows of a rollout under the perturbation `name`."""
-    args, count, messages = trainer.args, len(rollout.batch["prompt_ids"]), rollout.messages[rows.start : rows.stop]
-    batch = rollout.batch if len(rows) == count else take_rows(rollout.batch, rows)
+    args = trainer.args
     if name == REMOVE_IMAGE:
-        prompts = trainer.tokenize([drop_images(prompt) for prompt in messages])
-        return text_inputs(batch, prompts, trainer._tokenizer.pad_token_id)
-    first = trainer.accelerator.process_index * count
-    shared_by = trainer.completions_per_prompt if args.perturb_per == "prompt" else 1
+        prompts = trainer.tokenize([drop_images(prompt) for prompt in rollout.messages[rows.start : rows.stop]])
+        return text_inputs(_take_batch(rollout, rows), prompts, trainer._tokenizer.pad_token_id)
     parameters, step = args.parameters_of(name), trainer.state.global_step
     perturb = partial(perturb_images, name=name, parameters=parameters, seed=args.seed, step=step)
-    numbers = [(first + row) // shared_by for row in rows]
-    if rollout.turns is None:
-        inputs, images = inputs_with_other_images(trainer.tokenize, batch, messages, numbers, perturb)
-    else:
-        images = perturb_turns(rollout.turns.take(rows), numbers, args.perturb_images, perturb)
-        inputs = inputs_with_images(trainer.processing_class, batch, images)
+    shared_by = trainer.completions_per_prompt if args.perturb_per == "prompt" else 1
+    inputs, images = inputs_with_other_images(trainer, rollout, rows, perturb, shared_by, args.perturb_images)
     if name == args.perturbation:
         rollout.perturbed_images |= zip(rows, images, strict=True)
     return inputs
 
 
+def _take_batch(rollout: Rollout, rows: range) -> dict[str, Any]:
+    return rollout.batch if len(rows) == len(rollout.rows) else take_rows(rollout.batch, rows)
+
+
 def inputs_with_other_images(
-    tokenize: Callable[[list[Any]], Prompts],
-    batch: Mapping[str, Any],
-    messages: Sequence[Any],
-    numbers: Sequence[int],
-    perturb: Perturb,
+    trainer: ConstructedTrainer, rollout: Rollout, rows: range, perturb: Perturb, shared_by: int, which: str = "all"
 ) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Build the scoring inputs of a batch with perturbed images; return the perturbed images of each row too.
+    """Build the scoring inputs of some rows of a rollout with perturbed images; return the images of each row too.
 
     Args:
-        tokenize: makes tokens and pixels of conversations.
-        batch: a batch of TRL.
-        messages: conversation of each row, with its images.
-        numbers: one number per row; rows with the same perturbed images share it.
-        perturb: returns the perturbed images of a conversation.
+        trainer: gives the processor.
+        rollout: a generated rollout.
+        rows: numbers of the rows.
+        perturb: as `perturb_prompts` and `perturb_turns` take it.
+        shared_by: number of consecutive completions that share the perturbed images of a prompt.
+        which: images to perturb, as `perturb_turns` takes it.
 
     Raises:
         DataError: the perturbed images have other pixel shapes than the images.
     """
-    conversations, own = perturb_prompts(messages, numbers, perturb)
-    images = [images_in(conversations[place]) for place in own]
-    prompts = tokenize(conversations)
-    if prompts.images is None:
-        return scoring_inputs(batch), images
-    pixels = joined(pixels_of_rows(prompts.fields, prompts.images, own, batch))
-    return scoring_inputs({**batch, "pixel_values": pixels}), images
-
-
-def inputs_with_images(processor: Any, batch: Mapping[str, Any], images: ImagesOfRows) -> dict[str, Any]:
-    """Build the scoring inputs of a batch with other images of prompts and tools.
-
-    Raises:
-        DataError: they have other pixel shapes than the batch's images.
-    """
+    batch, numbers = _take_batch(rollout, rows), [(rollout.first + row) // shared_by for row in rows]
+    fields: Mapping[str, Any] = {}
+    if rollout.turns is None:
+        conversations, own = perturb_prompts(rollout.messages[rows.start : rows.stop], numbers, perturb)
+        prompts = trainer.tokenize(conversations)
+        fields, distinct = prompts.fields, prompts.images or []
+        images: list[list[Any]] = [images_in(conversations[place]) for place in own]
+    else:
+        images = distinct = perturb_turns(rollout.turns.take(rows), numbers, which, perturb)
+        fields, own = process_images(trainer.processing_class, images) if any(images) else {}, [*range(len(rows))]
     if not any(images):
-        return scoring_inputs(batch)
-    pixels = pixels_of_rows(process_images(processor, images), images, range(len(images)), batch)
-    return scoring_inputs({**batch, "pixel_values": joined(pixels)})
+        return scoring_inputs(batch), images
+    pixels = joined(pixels_of_rows(fields, distinct, own, batch))
+    return scoring_inputs({**batch, "pixel_values": pixels}), images
 
 
 def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prompts:
@@ -388,35 +365,32 @@ def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prom
     left = args.noise_left(step, max(state.max_steps, step))
     count = args.noisy_generations if args.noisy_decay_of == "strength" else round(args.noisy_generations * left)
     strength = 1.0 if args.noisy_decay_of == "generations" else left
-    size, first = trainer.completions_per_prompt, trainer.accelerator.process_index * len(rollout.rows)
-    noisy = noisy_rows(len(rollout.rows), size, count, first)
+    size, every = trainer.completions_per_prompt, range(rollout.first, rollout.first + len(rollout.rows))
+    noisy = noisy_rows(every, size, count)
     rollout.noise = Noise(noisy, count, strength)
     trainer._log_completion_extra("noisy", noisy)
     if not any(noisy) or prompts.images is None:  # another process may have noisy rows with images
         return prompts
     parameters = args.noisy_parameters(strength)
     perturb = partial(perturb_images, name=args.noisy_perturbation, parameters=parameters, seed=args.seed, step=step)
-    numbers = [(first + row) // size for row in range(len(rollout.rows))]
-    perturbed, own = perturb_prompts(rollout.messages, numbers, perturb)
+    perturbed, own = perturb_prompts(rollout.messages, [number // size for number in every], perturb)
     seen = [perturbed[own[row]] if is_noisy else rollout.messages[row] for row, is_noisy in enumerate(noisy)]
     shown = trainer.tokenize(seen)
     if [list(ids) for ids in shown.ids] != [list(ids) for ids in prompts.ids]:
-        found = f"Images perturbed by {args.noisy_perturbation} give other image tokens than the originals"
-        raise DataError(f"{found}: set noisy_generations to 0 for this processor.")
+        raise DataError(f"{args.noisy_perturbation} changes image tokens: set noisy_generations to 0.")
     rollout.noise.prompts = shown
     return shown
 
 
-def noisy_rows(rows: int, generations: int, count: int, first: int) -> list[bool]:
-    """Return the noisy rows of a process, one bool per row: the last `count` completions of each prompt.
+def noisy_rows(numbers: Sequence[int], generations: int, count: int) -> list[bool]:
+    """Return which rows are noisy: the last `count` completions of each prompt.
 
     Args:
-        rows: rows of this process.
+        numbers: of the rows over all processes.
         generations: completions per prompt.
         count: noisy completions per prompt.
-        first: number of the first row over all processes.
     """
-    return [(first + row) % generations >= generations - count for row in range(rows)]
+    return [number % generations >= generations - count for number in numbers]
 
 
 def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
@@ -437,7 +411,7 @@ def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
     if noise.generations:
         rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)
-        rows = noisy_rows(len(rewards), trainer.completions_per_prompt, noise.generations, 0)
+        rows = noisy_rows(range(len(rewards)), trainer.completions_per_prompt, noise.generations)
         noisy = torch.tensor(rows, device=rewards.device)
         rollout.metrics["noisy/reward"] = rewards[noisy].mean().item()
         rollout.metrics["noisy/reward_clean"] = rewards[~noisy].mean().item()

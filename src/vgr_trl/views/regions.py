@@ -6,9 +6,8 @@ tokens.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 
 import torch
 from PIL import Image
@@ -19,7 +18,7 @@ from vgr_trl.data.images import Box, boxes_of
 from vgr_trl.errors import DataError
 from vgr_trl.pixels import image_inputs_of, image_tensors, parts_by_counts, tiles_by_tokens
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
-from vgr_trl.views.perturbed_pass import images_in, perturb_prompts
+from vgr_trl.views.perturbed_pass import images_in, replace_images
 
 _WHOLE: list[Box] = [(0.0, 0.0, 1.0, 1.0)]
 
@@ -39,40 +38,40 @@ def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch
     vision_tokens = torch.tensor(trainer.measurement.vision_token_ids, device=prompt_ids.device)
     vision = torch.isin(prompt_ids, vision_tokens)  # (N, P)
     region = torch.zeros_like(vision)
-    rows, size = len(rollout.rows), 1 if rollout.greedy else trainer.completions_per_prompt
-    first = trainer.accelerator.process_index * rows
+    size = 1 if rollout.greedy else trainer.completions_per_prompt
     boxes: dict[int, list[Box]] = {}  # number of the prompt -> its boxes
     members: dict[int, list[int]] = {}
-    for row in range(rows):
+    for row in range(len(rollout.rows)):
         images = images_in(rollout.messages[row])
         if len(images) == 1 and (
             found := boxes_of(rollout.rows[row], images[0].size, f"The {describe_row(rollout.rows[row])}")
         ):
-            number = (first + row) // size
+            number = (rollout.first + row) // size
             boxes[number] = found
             members.setdefault(number, []).append(row)
     if not boxes:
         return region
-    leaders = [members[number][0] for number in boxes]
-    conversations = [rollout.messages[row] for row in leaders]
-    drawings = [partial(_draw_boxes, lit) for lit in (boxes, {}, dict.fromkeys(boxes, _WHOLE))]
-    prompts = [perturb_prompts(conversations, list(boxes), draw)[0] for draw in drawings]
-    shown, black, white = (image_tensors(trainer.tokenize(drawn_prompts).fields) for drawn_prompts in prompts)
+    leaders = [rows[0] for rows in members.values()]
+
+    def draw(regions: Iterable[list[Box]]) -> dict[str, Tensor]:
+        """Return the pixel inputs of the prompts with drawings of regions in place of their images."""
+        prompts = [rollout.messages[row] for row in leaders]
+        sizes = [images_in(prompt)[0].size for prompt in prompts]
+        drawn = [[draw_regions(each, size)] for each, size in zip(regions, sizes, strict=False)]
+        return image_tensors(trainer.tokenize([*map(replace_images, prompts, drawn)]).fields)
+
+    shown, black, white = map(draw, (boxes.values(), repeat([]), repeat(_WHOLE)))
     lit = lit_share(*(given["pixel_values"] for given in (shown, black, white)))
     ones = [1] * len(leaders)
     parts = parts_by_counts(shown, ones, tiles_by_tokens(image_inputs_of(shown), ones, vision[leaders].cpu()))
-    for index, number in enumerate(boxes):
+    for index, rows in enumerate(members.values()):
         given = {name: value[parts[name][index]] for name, value in shown.items()}
         places = vision[leaders[index]].nonzero().flatten()
         shares = token_shares(lit[parts["pixel_values"][index]], given, len(places))
         chosen = select_region(shares).to(region.device)
-        for row in members[number]:
+        for row in rows:
             region[row, vision[row]] = chosen
     return region
-
-
-def _draw_boxes(boxes: dict[int, list[Box]], images: list[Image.Image], *, index: int) -> list[Any]:
-    return [draw_regions(boxes.get(index, []), images[0].size)]
 
 
 def boxes_in_pixels(boxes: Sequence[Box], size: tuple[int, int]) -> list[tuple[float, float, float, float]]:

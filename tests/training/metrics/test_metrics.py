@@ -7,7 +7,7 @@ from transformers.integrations import integration_utils
 
 from vgr_trl.callbacks.trackers import guard_trackers, rename_for_verl
 from vgr_trl.metrics import step_metrics as clocks
-from vgr_trl.metrics.step_metrics import OptimizerClock, StageClock, StepMetrics
+from vgr_trl.metrics.step_metrics import StageClock, StepMetrics
 
 REWARD = {"critic/rewards/mean": 2.0, "reward/overall": 2.0}
 
@@ -108,10 +108,9 @@ def test_a_stage_within_another_stops_that_one(now):
         now.at += 1
         with clock.stage("old_logps"):
             now.at += 3
-    optimizer = OptimizerClock(clock)
-    optimizer.on_pre_optimizer_step(None, None, None)
+    clock.on_pre_optimizer_step(None, None, None)
     now.at += 0.5
-    optimizer.on_optimizer_step(None, None, None)
+    clock.on_optimizer_step(None, None, None)
     accelerator = SimpleNamespace(device="cpu", gather=lambda own: own)
     found = clock.metrics(accelerator, 2)
     assert found == {"timing/reward": 1.5, "timing/old_logps": 2.5, "timing/perturbed": 2.0, "timing/update": 4.0,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
@@ -136,11 +137,9 @@ def resolve_options(adv_estimator: str, given: Mapping[str, Any] | None, loss_mo
     """
     options = SignalOptions.read(given, ESTIMATORS.get(adv_estimator))
     if adv_estimator not in ESTIMATORS and (options.shapes_advantages or options.rewards_attention):
-        names = ", ".join(ESTIMATORS)
-        raise ConfigError(f"adv_estimator is {adv_estimator!r}, which does not read the options given: use {names}.")
+        raise ConfigError(f"adv_estimator {adv_estimator!r} does not read the options: use {', '.join(ESTIMATORS)}.")
     if options.terms and loss_mode not in (*LOSSES, None):
-        names = ", ".join(LOSSES)
-        raise ConfigError(f"loss_mode is {loss_mode!r}, which does not read the options given: use {names}.")
+        raise ConfigError(f"loss_mode {loss_mode!r} does not read the options given: use {', '.join(LOSSES)}.")
     if loss_mode == "vgr_papo" and not options.uses_perception_loss:
         raise ConfigError("loss_mode is vgr_papo, but perception_loss_weight is 0: give it a weight, such as 0.01.")
     return options
@@ -357,39 +356,31 @@ def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., Tensor], 
         name: registered name, for messages.
     """
 
-    def loss(
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str = "token-mean",
-        config: Any = None,
-        rollout_is_weights: Tensor | None = None,
-    ) -> Loss:
+    def loss(*, log_prob: Tensor, response_mask: Tensor, loss_agg_mode: str, config: Any, **others: Any) -> Loss:
         context = get_signal_context(f"The policy loss {name}")
-        value, metrics = base(
-            old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
-        )
-        for term, per_token in compute_loss_terms(context, log_prob, response_mask).items():
-            share = aggregate(
-                loss_mat=per_token, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
-            )
-            value = value + share
-            metrics[f"actor/{term}"] = share.detach().item()
-        return value, metrics
+        own = {"response_mask": response_mask, "loss_agg_mode": loss_agg_mode, "config": config}
+        value, metrics = base(log_prob=log_prob, **own, **others)
+        mean = partial(aggregate, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+        terms, of_terms = sum_loss_terms(context, log_prob, response_mask, mean)
+        return value + terms, metrics | {f"actor/{term}": share for term, share in of_terms.items()}
 
     return loss
 
 
-def compute_loss_terms(context: SignalContext, logps: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the enabled loss terms, (N, T) each, 0 outside the mask.
+def sum_loss_terms(
+    context: SignalContext, logps: Tensor, mask: Tensor, average: Callable[[Tensor], Tensor]
+) -> tuple[Tensor | float, dict[str, float]]:
+    """Return the sum of the enabled loss terms, with gradients, and each by name.
 
     Args:
+        context: options, and log-probabilities on perturbed images.
         logps: (N, T) with gradients.
         mask: (N, T).
+        average: averages a term (N, T), 0 outside the mask, as the trainer averages its loss.
     """
     passed = TermInputs(logps, mask.bool(), perturbed_logps=context.perturbed_logps)
-    return {name: loss_terms.load(name)(passed, context.options) for name in context.options.terms}
+    terms = {name: average(loss_terms.load(name)(passed, context.options)) for name in context.options.terms}
+    return sum(terms.values()), {name: term.detach().item() for name, term in terms.items()}
 
 
 REWARD_NAME, REWARD_TYPE = "vgr", "batch"  # read by EasyR1

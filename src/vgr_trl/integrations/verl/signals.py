@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from vgr_trl.signals.ratios import (
 
 LAST_LAYERS_OPTION = "token_weight_last_k_layers"  # for messages
 _SIDE = 14  # of a square, in pixels
+Context = dict[str, Any]  # as `build_actor_context` returns it
 
 
 def build_token_vgr_weights_for_batch(
@@ -93,20 +93,19 @@ def _mass_of_steps(steps: Sequence[Sequence[Tensor | None]], sets: Tensor, mask:
         sets: (N, P, 2), vision and instruction.
         mask: (N, T) bool, tokens that count.
     """
-    prompt = sets.size(1)
-    of_tokens = []
-    for step, layers in enumerate(steps):
-        sides = []
-        for weights in layers:
-            if weights is None:
-                continue
-            mean = weights[:, :, -1].mean(1, dtype=torch.float32)  # (N, K)
-            first = prompt + step - mean.size(1)  # a cache with a window has dropped the keys before
-            if first < 0:
-                raise ConfigError("Attention cannot be measured with a cache of fixed length: use a dynamic one.")
-            keys = sets[:, first:].to(mean)  # (N, K', 2)
-            sides.append(torch.einsum("nk,nkc->nc", mean[:, : keys.size(1)], keys))
-        of_tokens.append(torch.stack(sides))  # (L, N, 2)
+
+    def attended(step: int, weights: Tensor) -> Tensor:
+        mean = weights[:, :, -1].mean(1, dtype=torch.float32)  # (N, K)
+        first = sets.size(1) + step - mean.size(1)  # a cache with a window has dropped the keys before
+        if first < 0:
+            raise ConfigError("Attention cannot be measured with a cache of fixed length: use a dynamic one.")
+        keys = sets[:, first:].to(mean)  # (N, K', 2)
+        return torch.einsum("nk,nkc->nc", mean[:, : keys.size(1)], keys)
+
+    of_tokens = [
+        torch.stack([attended(step, weights) for weights in layers if weights is not None])  # (L, N, 2)
+        for step, layers in enumerate(steps)
+    ]
     mass = torch.stack(of_tokens, dim=2)  # (L, N, T, 2)
     counts = sets.sum(1)
     return AttentionMass(mass[..., 0], mass[..., 1], counts[:, 0], counts[:, 1], mask)
@@ -142,78 +141,51 @@ def token_vgr_weights(
     return weights, info
 
 
-@dataclass(frozen=True)
-class SequenceLayout:
-    """Layout of the N sequences of a micro-batch in a forward pass: a row for each, or all in one row.
-
-    Attributes:
-        input_ids: (N, S), or packed (1, tokens of all sequences).
-        present: same shape, bool, False for padding.
-        prompt: same shape, bool, True for prompt tokens.
-        rows: same shape, int64, index of the sequence of each token.
-        packed: whether the sequences are concatenated in one row.
-    """
-
-    input_ids: Tensor
-    present: Tensor
-    prompt: Tensor
-    rows: Tensor
-    packed: bool
-
-
-def build_layout(input_ids: Tensor, present: Tensor, prompt: Tensor, packed: bool, pad: int = 0) -> SequenceLayout:
-    """Return the layout of a pass over N sequences, given as tensors (N, S).
-
-    Args:
-        input_ids: tokens.
-        present: False for padding.
-        prompt: True for prompt tokens.
-        packed: whether the pass concatenates the sequences without their padding.
-        pad: number of padding tokens that it then appends.
-    """
-    present, prompt = present.bool(), prompt.bool() & present.bool()
-    rows = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1).expand_as(input_ids)
-    if packed:
-        parts = (input_ids, prompt, rows, present)
-        input_ids, prompt, rows, present = (functional.pad(part[present], (0, pad))[None] for part in parts)
-    return SequenceLayout(input_ids, present, prompt, rows, packed)
-
-
 @contextmanager
 def measure_pass(
-    model: Any, layout: SequenceLayout, options: SignalOptions, special_token_ids: Sequence[int]
+    model: Any, input_ids: Tensor, present: Tensor, prompt: Tensor, context: Context, packed: bool, pad: int = 0
 ) -> Iterator[dict[str, Tensor]]:
-    """Measure the attention of the forward pass in this block.
+    """Measure the attention of the forward pass over N sequences in this block.
 
-    Yields columns of the shape of the layout, filled at the end of the block: attention per vision token (`vgr_vision`)
-    and per instruction token (`vgr_instruction`) of the own prompt in the late layers, and with token weights their
-    ratio in the layers of these (`vgr_token`). A value belongs to the token that its position predicts, the next one.
+    Yields columns, filled at the end of the block, with one value for each token, sequence by sequence and without
+    padding: attention per vision token (`vgr_vision`) and per instruction token (`vgr_instruction`) of the own prompt
+    in the late layers, and with token weights their ratio in the layers of these (`vgr_token`). A value belongs to the
+    token that its position predicts, the next one.
 
     Args:
         model: model of the actor, may be wrapped by FSDP.
-        special_token_ids: tokens of no modality.
+        input_ids: (N, S), tokens.
+        present: (N, S), False for padding.
+        prompt: (N, S), True for prompt tokens.
+        context: as `build_actor_context` returns it.
+        packed: whether the pass concatenates the sequences in one row, without their padding.
+        pad: number of padding tokens that it then appends.
 
     Raises:
         ConfigError: the image tokens are unknown.
     """
-    causal, columns = causal_model(model), dict[str, Tensor]()
+    causal, options = causal_model(model), SignalOptions.read(context["options"])
     vision = tuple(options.vision_token_ids or ()) or vision_token_ids(causal)
     if not vision:
         raise ConfigError(f"{type(causal).__name__} has no image token in its configuration: give vision_token_ids.")
-    masks = build_modality_masks(
-        layout.input_ids, layout.prompt, vision_token_ids=vision, special_token_ids=special_token_ids
-    )
-    places = (layout.present & ~layout.prompt).any(0).nonzero().flatten().tolist() or [1]  # of responses
+    present, prompt = present.bool(), prompt.bool() & present.bool()
+    rows = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1).expand_as(input_ids)  # of each token
+    if packed:
+        parts = (input_ids, prompt, rows, present)
+        input_ids, prompt, rows, present = (functional.pad(part[present], (0, pad))[None] for part in parts)
+    special, columns = context["special_token_ids"], dict[str, Tensor]()
+    masks = build_modality_masks(input_ids, prompt, vision_token_ids=vision, special_token_ids=special)
+    places = (present & ~prompt).any(0).nonzero().flatten().tolist() or [1]  # of responses
     emitting = slice(max(places[0] - 1, 0), max(places[-1], 1))
-    with AttentionProbe(model, masks, emitting, packed=layout.packed) as probe:
+    with AttentionProbe(model, masks, emitting, packed=packed) as probe:
         yield columns
-    margins = emitting.start, layout.input_ids.size(1) - emitting.stop
+    margins = emitting.start, input_ids.size(1) - emitting.stop
 
     def per_token(mask: Tensor, mass: Tensor) -> Tensor:
-        counts = torch.zeros(int(layout.rows.max()) + 1, device=mask.device)
-        of_token = counts.index_add(0, layout.rows.flatten(), mask.flatten().float())[layout.rows[:, emitting]]
+        counts = torch.zeros(int(rows.max()) + 1, device=mask.device)
+        of_token = counts.index_add(0, rows.flatten(), mask.flatten().float())[rows[:, emitting]]
         mean = mass / of_token.masked_fill(of_token == 0, torch.nan)  # (L, rows, emitting)
-        return functional.pad(mean, margins, value=torch.nan)
+        return functional.pad(mean, margins, value=torch.nan)[:, present]  # (L, tokens)
 
     mass = probe.mass
     to_vision, to_instruction = per_token(masks.vision, mass.vision), per_token(masks.instruction, mass.instruction)
@@ -255,7 +227,7 @@ def perturb_row(inputs: Mapping[str, Any], options: SignalOptions, step: int, bl
     return {**inputs, "pixel_values": torch.where(dark, colours, pixels)}
 
 
-def perturb_rows(micro_batch: Any, context: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Tensor]:
+def perturb_rows(micro_batch: Any, context: Context) -> tuple[list[dict[str, Any]], Tensor]:
     """Return the perturbed pixel inputs of each row, and which rows have no image, (N,) bool.
 
     Args:
@@ -269,7 +241,7 @@ def perturb_rows(micro_batch: Any, context: Mapping[str, Any]) -> tuple[list[dic
     return perturbed, torch.tensor([row.get("pixel_values") is None for row in rows], device=ids.device)
 
 
-def build_actor_context(options: SignalOptions, step: int, processor: Any) -> dict[str, Any]:
+def build_actor_context(options: SignalOptions, step: int, processor: Any) -> Context:
     """Return the context that the actor gets with a batch: options, and constants of the processor.
 
     Args:
@@ -287,8 +259,7 @@ def build_actor_context(options: SignalOptions, step: int, processor: Any) -> di
 
 def normalised_black(processor: Any) -> list[float]:
     """Return the value of black per channel after the processor's normalisation."""
-    images = getattr(processor, "image_processor", None)
-    mean, std = getattr(images, "image_mean", None), getattr(images, "image_std", None)
-    if mean is None or std is None or not getattr(images, "do_normalize", True):
+    images: Any = getattr(processor, "image_processor", None)
+    if images is None or not images.do_normalize:
         return [0.0, 0.0, 0.0]
-    return [-float(middle) / float(spread) for middle, spread in zip(mean, std, strict=True)]
+    return [-middle / spread for middle, spread in zip(images.image_mean, images.image_std, strict=True)]

@@ -27,18 +27,12 @@ from vgr_trl.integrations.verl.credit import (
     ESTIMATORS,
     SignalContext,
     SignalOptions,
-    compute_loss_terms,
     make_estimator,
     resolve_options,
     set_signal_context,
+    sum_loss_terms,
 )
-from vgr_trl.integrations.verl.signals import (
-    SequenceLayout,
-    build_actor_context,
-    build_layout,
-    measure_pass,
-    perturb_rows,
-)
+from vgr_trl.integrations.verl.signals import Context, build_actor_context, measure_pass, perturb_rows
 from vgr_trl.patching import patched_attribute, patched_attributes
 from vgr_trl.signals.ratios import visual_dependency
 
@@ -55,7 +49,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
     """
 
     columns: Mapping[str, Tensor] = {}
-    _context: Mapping[str, Any] | None = None
+    _context: Context | None = None
     _names: tuple[str, ...] = ()
     _perturbed_logps: Tensor | None = None
 
@@ -89,8 +83,7 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
         columns: dict[str, Tensor] = {}
         with ExitStack() as stack:
             if options.measures_attention:
-                layout, special = self._build_layout(micro_batch), context["special_token_ids"]
-                columns = stack.enter_context(measure_pass(self.actor_module, layout, options, special))
+                columns = stack.enter_context(self._measure_pass(micro_batch, context))
             logps = plain(micro_batch, temperature)
         columns = {name: self._select_responses(column, micro_batch) for name, column in columns.items()}
         if options.needs_dependency:
@@ -110,30 +103,27 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             own = {"response_mask": response_mask, "loss_avg_mode": loss_avg_mode}
             value, metrics = plain(log_probs=log_probs, **own, **others)
             context = SignalContext(options, perturbed_logps=self._perturbed_logps)
-            for name, per_token in compute_loss_terms(context, log_probs, response_mask).items():
-                share = average_loss(per_token, response_mask, mode=loss_avg_mode)
-                value, metrics[name] = value + share, share.detach().item()
-            return value, metrics
+            average = partial(average_loss, mask=response_mask, mode=loss_avg_mode)
+            terms, of_terms = sum_loss_terms(context, log_probs, response_mask, average)
+            return value + terms, metrics | of_terms
 
         patched_loss = patched_attribute(dp_actor, "compute_policy_loss", loss)
         with patched_attribute(self, "_context", context), patched_loss:
             return super().update_policy(data)
 
-    def _build_layout(self, micro_batch: dict[str, Any]) -> SequenceLayout:
+    def _measure_pass(self, micro_batch: dict[str, Any], context: Context) -> Any:
         ids, present, packed = micro_batch["input_ids"], micro_batch["attention_mask"], self.config.padding_free
         if packed and self.config.ulysses_size > 1:
             raise ConfigError("Attention cannot be measured in split sequences: set worker.actor.ulysses_size=1.")
         in_prompt = torch.arange(ids.size(1), device=ids.device) < ids.size(1) - micro_batch["responses"].size(-1)
-        return build_layout(ids, present, in_prompt.expand_as(ids), packed)
+        return measure_pass(self.actor_module, ids, present, in_prompt.expand_as(ids), context, packed)
 
     def _select_responses(self, column: Tensor, micro_batch: dict[str, Any]) -> Tensor:
         """Return the values at the positions that predict the response tokens, (N, T)."""
-        if self.config.padding_free:
-            present = micro_batch["attention_mask"].bool().to(column.device)
-            along = torch.full(present.shape, torch.nan, device=column.device)
-            along[present] = column[0]
-            column = along
-        return column[:, -micro_batch["responses"].size(-1) - 1 : -1]
+        present = micro_batch["attention_mask"].bool().to(column.device)
+        along = torch.full(present.shape, torch.nan, device=column.device)
+        along[present] = column
+        return along[:, -micro_batch["responses"].size(-1) - 1 : -1]
 
 
 class SignalWorker(fsdp_workers.FSDPWorker):  # type: ignore[misc]
@@ -174,8 +164,9 @@ def read_options(given: Mapping[str, Any], estimator: str, filters: bool = False
     if estimator == "gae" and options.rewards_attention:
         raise ConfigError("Attention rewards compare completions of a prompt: use another adv_estimator than gae.")
     if options.collect_attentions and filters:
-        lost = "algorithm.online_filtering drops and reorders rows, whose token_weights collect_attentions then loses"
-        raise ConfigError(f"{lost}: turn one of them off.")
+        raise ConfigError(
+            "online_filtering moves rows, and collect_attentions loses their token_weights: turn one off."
+        )
     options.estimator = estimator
     return preset, options
 

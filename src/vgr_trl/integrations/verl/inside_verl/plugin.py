@@ -41,13 +41,7 @@ from vgr_trl.integrations.verl.credit import (
     resolve_options,
     set_signal_context,
 )
-from vgr_trl.integrations.verl.signals import (
-    SequenceLayout,
-    build_actor_context,
-    build_layout,
-    measure_pass,
-    perturb_rows,
-)
+from vgr_trl.integrations.verl.signals import Context, build_actor_context, measure_pass, perturb_rows
 from vgr_trl.patching import patched_attribute
 from vgr_trl.sharing.model_support import attention_modules
 from vgr_trl.signals.probe import find_decoder
@@ -92,7 +86,6 @@ def _call_registry(plain: Any, running: list[Any], query: Any, key: Any, value: 
 
 
 CONTEXT_KEY = "vgr"  # in the batch
-Context = dict[str, Any]  # as `build_actor_context` returns it
 
 
 class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
@@ -114,13 +107,12 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         offsets, columns = micro_batch["input_ids"].offsets(), dict[str, Tensor]()
         with ExitStack() as stack:
             if options.measures_attention:
-                layout, special = self._build_layout(micro_batch), context["special_token_ids"]
                 stack.enter_context(route_through_registry(self.module))
-                columns = stack.enter_context(measure_pass(self.module, layout, options, special))
+                columns = stack.enter_context(self._measure_pass(micro_batch, context))
             loss, output = super().forward_step(micro_batch, loss_function, True)
         found = output["model_output"]
         for name, column in columns.items():
-            found[name] = torch.nested.nested_tensor_from_jagged(column[layout.present].float(), offsets)
+            found[name] = torch.nested.nested_tensor_from_jagged(column, offsets)
         if options.needs_dependency:
             perturbed, blind = self._perturb(micro_batch, context)
             _, other = super().forward_step(perturbed, loss_function, True)
@@ -144,7 +136,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         with set_signal_context(SignalContext(options, perturbed_logps=logps)):
             return super().forward_step(micro_batch, loss_function, False)
 
-    def _build_layout(self, micro_batch: Any) -> SequenceLayout:
+    def _measure_pass(self, micro_batch: Any, context: Context) -> Any:
         if self.use_ulysses_sp:
             raise ConfigError("Attention cannot be measured in split sequences: set ulysses_sequence_parallel_size=1.")
         ids, prompts = micro_batch["input_ids"], micro_batch["prompts"]
@@ -157,7 +149,7 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
         present, prompt = (columns < lengths.unsqueeze(1) for lengths in (ids.offsets().diff(), prompt_lengths))
         packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
         pad = self._get_packed_pad_size(len(ids.values())) if packed else 0
-        return build_layout(padded, present, prompt, packed, pad)
+        return measure_pass(self.module, padded, present, prompt, context, packed, pad)
 
     def _perturb(self, micro_batch: Any, context: Context) -> tuple[Any, Tensor]:
         """Return the micro-batch with perturbed images, and which rows have none, (N,) bool."""
@@ -203,13 +195,10 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         super().__init__(config)
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        options = self.signal_options
+        options, plain = self.signal_options, super()._compute_old_log_prob
         if not (options.measures_attention or options.needs_dependency):
-            return super()._compute_old_log_prob(batch, metrics)
-        batch.extra_info[CONTEXT_KEY] = self._actor_context()
-        after = super()._compute_old_log_prob(batch, metrics)
-        for meta in (batch, after):
-            (meta.extra_info or {}).pop(CONTEXT_KEY, None)
+            return plain(batch, metrics)
+        after = self._call_with_context(plain, batch, metrics)
         self._cut_to_responses(batch)
         return after
 
@@ -227,11 +216,10 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         return after
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        plain = super()._update_actor
         if self.config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla") in LOSSES:
-            batch.extra_info[CONTEXT_KEY] = self._actor_context()
-        after = super()._update_actor(batch, metrics)
-        (after.extra_info or {}).pop(CONTEXT_KEY, None)
-        return after
+            return self._call_with_context(plain, batch, metrics)
+        return plain(batch, metrics)
 
     def _val_metrics_update(
         self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: Mapping[str, Any], *rest: Any, **more: Any
@@ -239,9 +227,14 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
         infos = {name: values for name, values in reward_extra_infos_dict.items() if name != WEIGHTS_KEY}
         return super()._val_metrics_update(data_sources, sample_uids, infos, *rest, **more)
 
-    def _actor_context(self) -> Context:
-        """Return the context that the engine gets with a batch."""
-        return build_actor_context(self.signal_options, int(self.global_steps), self.processor or self.tokenizer)
+    def _call_with_context(self, plain: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Call a method of verl's trainer that sends the batch to the engine, with our context."""
+        tokenizer = self.processor or self.tokenizer
+        batch.extra_info[CONTEXT_KEY] = build_actor_context(self.signal_options, int(self.global_steps), tokenizer)
+        after = plain(batch, metrics)
+        for meta in (batch, after):
+            (meta.extra_info or {}).pop(CONTEXT_KEY, None)
+        return after
 
     def _cut_to_responses(self, batch: Any) -> None:
         """Cut the columns, which the engine returns for whole sequences, to the responses."""
