@@ -67,8 +67,6 @@ def test_what_is_withdrawn_supposed_or_joined_states_nothing():
     texts = CLAIMS["none"]
     found = zip(texts, accuracy_reward(texts, ["7"] * len(texts)), strict=True)
     assert [text for text, reward in found if reward] == []
-    phrases = ["red on blue", "red in blue", "the dog on the blue", "wood on stone on blue"]
-    assert accuracy_reward(phrases, ["blue"] * 4) == [0] * 4
     factors = ["16 $\\pi$", "The answer is 16 $\\pi$."]
     assert [accuracy_reward(factors, [gold] * 2) for gold in ("\\pi", "16\\pi")] == [[0, 0], [1, 1]]
 
@@ -83,11 +81,6 @@ def test_a_text_has_one_value():
     for kind, most in (("at_most_one", 1), ("of_none", 0)):
         found = [(text, sum(map(int, accuracy_reward([text] * len(golds), golds)))) for text, golds in CLAIMS[kind]]
         assert {text: count for text, count in found if count > most} == {}
-
-
-def test_a_list_of_numbers_is_one_answer():
-    texts = ["<answer>14</answer>", "<answer>[14, 14, 42, 42]</answer>", "<answer>[42, 14, 14, 42]</answer>"]
-    assert accuracy_reward(texts, [[14, 14, 42, 42]] * 3) == [0, 1, 0]
 
 
 UNEQUAL = "red|blue|a cat|3|20|0.25|3:1|yes|no|x + 1|2\\sqrt{3}|\\frac{\\pi}{3}|红色|猫".split("|")
