@@ -184,8 +184,8 @@ def diffusion_signal(steps: int) -> float:
 
 
 def remove_image(image: Image.Image) -> Image.Image:
-    """Raise `DataError`: `drop_images` removes images from conversations, and leaves no image to return here."""
-    raise DataError("remove_image leaves no image to return: score the conversation without it, see drop_images.")
+    """Raise `DataError`: images are removed from conversations, and there is no image to return here."""
+    raise DataError("remove_image leaves no image to return: score the conversation without its images.")
 
 
 for _name in PERTURBATIONS:

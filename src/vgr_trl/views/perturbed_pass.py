@@ -60,11 +60,6 @@ def perturb_prompts(prompts: Sequence[Any], indices: Sequence[int], perturb: Per
     return perturbed, [*map([*distinct].index, indices)]
 
 
-def drop_images(prompt: Any) -> Any:
-    """Remove the images from a conversation; a text is returned unchanged."""
-    return replace_images(prompt, ())
-
-
 def images_in(prompt: Any) -> list[Any]:
     """Return the images of a conversation, in order."""
     if isinstance(prompt, str):
@@ -303,7 +298,7 @@ def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout, rows
     """Build the scoring inputs of some rows of a rollout under the perturbation `name`."""
     args = trainer.args
     if name == REMOVE_IMAGE:
-        prompts = trainer.tokenize([drop_images(prompt) for prompt in rollout.messages[rows.start : rows.stop]])
+        prompts = trainer.tokenize([replace_images(prompt, ()) for prompt in rollout.messages[rows.start : rows.stop]])
         return text_inputs(_take_batch(rollout, rows), prompts, trainer._tokenizer.pad_token_id)
     parameters, step = args.parameters_of(name), trainer.state.global_step
     perturb = partial(perturb_images, name=name, parameters=parameters, seed=args.seed, step=step)

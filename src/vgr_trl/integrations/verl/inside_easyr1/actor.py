@@ -207,9 +207,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
             self._weights = self._weights if weights is None else weights
         return others
 
-    def compute_advantages(
-        self, plain: Any, data: Any, adv_estimator: str, gamma: float = 1.0, lam: float = 1.0
-    ) -> Any:
+    def compute_advantages(self, plain: Any, data: Any, adv_estimator: str, **options: Any) -> Any:
         """Return the batch with advantages, and with `apply_to` mask also a weighted response mask.
 
         Args:
@@ -220,7 +218,7 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
         weights = stack_weights(weights, mask) if weights is not None and self.options.token_weights else None
         columns = {name: data.batch[name] for name in COLUMNS if name in data.batch}
         with set_signal_context(SignalContext(self.options, columns, weights)) as context:
-            data = plain(data, self.preset, gamma, lam)
+            data = plain(data, self.preset, **options)
         if context.response_mask is not None:
             data.batch["response_mask"] = context.response_mask
         self._metrics.update(context.metrics)
