@@ -53,9 +53,10 @@ def generate(
         if trainer.pixels_unchecked and not rollout.blind:
             refuse_dropped_images(prompts, measurement.vision_token_ids)
         scores_all = measurement.scoring and not (measurement.samples and model.training)
-        pixels = image_tensors(prompts.fields).get("pixel_values")
-        if pixels is not None and scores_all and not trainer.use_vllm:  # scoring reads them on the device
-            prompts = replace(prompts, fields={**prompts.fields, "pixel_values": trainer._prepare_input(pixels)})
+        if scores_all and not trainer.use_vllm:  # scoring reads the same pixels on the device
+            pixels = image_tensors(prompts.fields).get("pixel_values")
+            fields = {} if pixels is None else {"pixel_values": trainer._prepare_input(pixels)}
+            prompts = replace(prompts, fields={**prompts.fields, **fields})
         rollout.prompts = prompts
         prompts = perturb_noisy_prompts(trainer, rollout)
         if rollout.noise is not None or rollout.blind:  # prompts differ within a group

@@ -22,6 +22,7 @@ class RunFacts:
         is_vlm: whether the model reads images.
         rewards: reward functions by name.
         completion_maker: the option by which a completion is more than an answer to its prompt, or None.
+        has_tools: whether completions may call tools.
         train_columns: columns of the train data; None: a stream that does not list them.
         has_images: whether the data have a column of images, or may have.
         generation: options of generation by transformers, with the model's defaults; empty with vLLM.
@@ -37,6 +38,7 @@ class RunFacts:
     is_vlm: bool
     rewards: Mapping[str, Any]
     completion_maker: str | None
+    has_tools: bool
     train_columns: Sequence[str] | None
     has_images: bool
     generation: Mapping[str, Any]
@@ -99,6 +101,7 @@ def read_facts(trainer: ConstructedTrainer) -> RunFacts:
         is_vlm=trainer._is_vlm,
         rewards=dict(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)),
         completion_maker=maker,
+        has_tools=bool(trainer.tools),
         train_columns=column_names(trainer.train_dataset),
         has_images=maker in ("environment_factory", "tools")
         or any(column_names(dataset) is None or image_columns(dataset) for _, dataset in datasets),

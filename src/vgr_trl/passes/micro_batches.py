@@ -91,8 +91,6 @@ class UpdateMemory:
         if self._largest is not None:
             return
         self._largest = (0, 0)
-        self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))
-        torch.cuda.reset_peak_memory_stats(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
         room = free + torch.cuda.memory_reserved(self._device) - self._before
@@ -108,6 +106,9 @@ class UpdateMemory:
         Args:
             passes: computed and attended positions of each pass of this process.
         """
+        if not self._largest or not any(self._largest):
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._largest = max(self._largest or (0, 0), *passes)
 
     def end_update(self) -> None:

@@ -50,6 +50,19 @@ class _RunPrompt(torch.autograd.Function):
         return (None, *ctx.prompt.run_backward(grads, ctx.is_live))
 
 
+class _Reach(torch.autograd.Function):
+    """Identity whose backward pass also reaches other tensors, with gradients of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *others: Tensor) -> Tensor:
+        ctx.zeros = [other.new_zeros(()).expand_as(other) for other in others]
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return (grad, *ctx.zeros)
+
+
 class LentPrompt:
     """A prompt that has run forward, and waits for the gradients of its keys and values.
 
@@ -154,7 +167,7 @@ class Lending:
         """Close the remaining prompts; return hidden states, (N, S, D), whose backward pass runs them backward."""
         others = [prompt for prompt in self.open if not prompt.is_closed]
         live = [each for prompt in others for each in prompt.close() if each.requires_grad]
-        return sum((each[:0].sum() for each in live), hidden)  # adds 0, and reaches them with gradients of 0
+        return _Reach.apply(hidden, *live) if live else hidden
 
     def watch(self, prompt: LentPrompt | None) -> None:
         """Watch a weight's gradient from the first gradient of a copy until no prompt is open."""

@@ -1,6 +1,5 @@
 """Split a batch into unique prompts and the columns behind them."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,21 +41,38 @@ def find_groups(ids: Tensor, mask: Tensor | None = None, pixels: Sequence[Sequen
         (N,) number of the group of each row, in order of first appearance.
     """
     texts = ids.tolist() if mask is None else torch.stack([ids, mask.to(ids.dtype)], dim=1).flatten(1).tolist()
-    pixels = pixels or [()] * len(texts)
-    alike: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # text -> the first rows of its groups
-    groups: list[int] = []
+    alike: dict[tuple[int, ...], list[int]] = {}  # text -> its rows
     for row, text in enumerate(texts):
-        firsts = alike[tuple(text)]
-        first = next((each for each in firsts if all(map(torch.equal, pixels[each], pixels[row]))), None)
-        if first is None:
-            firsts.append(row)
-        groups.append(max(groups, default=-1) + 1 if first is None else groups[first])
-    return groups
+        alike.setdefault(tuple(text), []).append(row)
+    firsts, undecided = list(range(len(texts))), list(alike.values())  # the first row of each row's group
+    while undecided:
+        pairs = [(rows[0], row) for rows in undecided for row in rows[1:]]
+        equal = {row: first for (first, row), same in zip(pairs, _compare_pixels(pixels, pairs), strict=True) if same}
+        for row, first in equal.items():
+            firsts[row] = first
+        others = ([row for row in rows[1:] if row not in equal] for rows in undecided)
+        undecided = [rows for rows in others if rows]
+    numbers = {first: number for number, first in enumerate(dict.fromkeys(firsts))}
+    return [numbers[first] for first in firsts]
 
 
 def first_rows(groups: Sequence[int]) -> list[int]:
     """Return the first row of each group, in the order of the groups."""
     return [row for row, group in enumerate(groups) if group not in groups[:row]]
+
+
+def _compare_pixels(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+    """Return whether both rows of each pair have the same pixels; the host waits once, after all comparisons."""
+    if pixels is None or not pairs:
+        return [True] * len(pairs)
+    found = []
+    for row, other in pairs:
+        inputs = list(zip(pixels[row], pixels[other], strict=True))
+        if all(one.shape == two.shape for one, two in inputs):
+            found.append(torch.stack([(one == two).all() for one, two in inputs]).all())
+        else:
+            found.append(inputs[0][0].new_zeros((), dtype=torch.bool))
+    return torch.stack(found).tolist()
 
 
 def image_token_ids(config: Any) -> tuple[int, ...]:

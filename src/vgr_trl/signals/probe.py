@@ -314,11 +314,11 @@ class AttentionCall:
 
 
 def _attend_and_measure(
-    measure: Callable[[AttentionCall], None], packed: bool, attention: Any, *args: Any, **kwargs: Any
-) -> Any:
+    measure: Callable[[AttentionCall], None], packed: bool, attention: Any,
+    module: nn.Module, query: Any, key: Any, value: Any, *mask: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Call an attention function, and `measure` with the call; a layer gives its mask by position or by name."""
-    outputs = attention(*args, **kwargs)
-    module, query, key, _, *mask = args
+    outputs = attention(module, query, key, value, *mask, **kwargs)
     options = dict(zip(("attention_mask",), mask, strict=False)) | kwargs
     measure(AttentionCall(attention, module, query, key, options, packed))
     return outputs

@@ -278,7 +278,11 @@ def _join(parts: Sequence[Scores]) -> Scores:
     """Concatenate the scores of chunks in which the same was wanted."""
     columns = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
     wanted = {name: values for name, values in columns.items() if values[0] is not None}
-    return Scores(**{name: _JOIN[type(values[0])](values) for name, values in wanted.items()})
+    found: dict[str, Any] = {}
+    for name, values in wanted.items():
+        join = next(join for kind, join in _JOIN.items() if isinstance(values[0], kind))
+        found[name] = join(values)
+    return Scores(**found)
 
 
 def policy_is_active(model: torch.nn.Module) -> bool:

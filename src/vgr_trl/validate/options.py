@@ -132,7 +132,7 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
         raise ConfigError(f"replay_buffer_size, dynamic_sampling and online_filtering cannot be used with {maker}.")
     if REMOVE_IMAGE in views and maker:
         raise ConfigError(f"Images are perturbed by remove_image with {maker}, which may add images: use mask_image.")
-    if args.perturb_images == "tools" and not maker:
+    if args.perturb_images == "tools" and not facts.has_tools:
         raise ConfigError('perturb_images is "tools", but the run has none: give tools, or "all".')
     cuts = (args.most_rows_per_pass or args.per_device_train_batch_size) < args.per_device_train_batch_size
     if args.max_tokens_per_micro_batch is not None or cuts:

@@ -87,6 +87,8 @@ class DummyImage:
 
     def _count_with_images(self, mine: bool) -> int:
         """Return how many processes have images."""
+        if self._accelerator.num_processes == 1:
+            return mine
         return int(self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).sum())
 
     def _compute_features(self, base: Any) -> Any:
