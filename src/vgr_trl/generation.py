@@ -48,7 +48,7 @@ def generate(
         VLLMServerError: the vLLM server does not answer.
     """
     model, measurement = trainer.model, trainer.measurement
-    first_turn = rollout is not None and not hasattr(rollout, "prompts")
+    first_turn = rollout is not None and rollout.prompts is None
     if rollout is not None and first_turn:
         if trainer.pixels_unchecked and not rollout.blind:
             refuse_dropped_images(prompts, measurement.vision_token_ids)
@@ -58,7 +58,7 @@ def generate(
             fields = {} if pixels is None else {"pixel_values": trainer._prepare_input(pixels)}
             prompts = replace(prompts, fields={**prompts.fields, **fields})
         rollout.prompts = prompts
-        prompts = perturb_noisy_prompts(trainer, rollout)
+        prompts = perturb_noisy_prompts(trainer, rollout, prompts)
         if rollout.noise is not None or rollout.blind:  # prompts differ within a group
             num_generations = 1
     images: Any

@@ -158,7 +158,7 @@ class Rollout:
 
         Generated:
         messages: the prompts as conversations with their images.
-        prompts: prompts of the first turn, with their own images.
+        prompts: prompts of the first turn, with their own images; None before it.
         noise: perturbation of some rows for generation; None: no row was perturbed.
         generated: signals measured during generation, (N, T'); None: none were.
         turns: turns of completions that may call tools; None without tools.
@@ -193,7 +193,7 @@ class Rollout:
     greedy: bool = False
     blind: bool = False
     messages: list[Any] = field(init=False)
-    prompts: Prompts = field(init=False)
+    prompts: Prompts | None = None
     noise: Noise | None = None
     generated: RolloutSignals | None = None
     turns: Turns | None = None

@@ -14,7 +14,7 @@ from vgr_trl.passes.loss_mask import find_extents, find_window, trim_inputs
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.patching import keep_random_state
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.rows import build_scoring_inputs
+from vgr_trl.rows import Prompts, build_scoring_inputs
 from vgr_trl.signals.named import (
     PER_IMAGE,
     SINGLE_COLUMNS,
@@ -45,7 +45,7 @@ def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_
         completion_ids: tokens of each completion.
     """
     end_tokens = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
-    prompts, turns = rollout.prompts, rollout.turns
+    prompts, turns = cast("Prompts", rollout.prompts), rollout.turns
     if turns is not None and turns.fields:
         prompts = replace(prompts, images=turns.images, fields=turns.fields)
     inputs = build_scoring_inputs(

@@ -345,15 +345,20 @@ def inputs_with_other_images(
     return scoring_inputs({**batch, "pixel_values": pixels}), images
 
 
-def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout) -> Prompts:
+def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout, prompts: Prompts) -> Prompts:
     """Perturb the images of some prompts of a rollout; return the prompts to sample from.
 
     The last completions of each prompt see the same perturbed images, on any process. The rollout keeps the prompts.
 
+    Args:
+        trainer: gives options, step and processor.
+        rollout: its `noise` is set.
+        prompts: of the first turn.
+
     Raises:
         DataError: a perturbed image has other tokens than the image.
     """
-    args, prompts, state = trainer.args, rollout.prompts, trainer.state
+    args, state = trainer.args, trainer.state
     if not args.noisy_generations or not trainer.model.training or rollout.greedy or rollout.blind:
         return prompts
     step = state.global_step + 1
