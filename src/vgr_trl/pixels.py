@@ -244,6 +244,8 @@ def number_images(given: ImageInputs, num_images: Sequence[int], is_image: torch
         sizes = given["image_grid_thw"].prod(-1).tolist()
     elif given and count and find_layout(given, count) is EQUAL_TILES and len(given["pixel_values"]) == count:
         sizes = [1] * count
+    if not sizes:  # a row would have the host wait
+        return numbers
     for row, images in enumerate(_make_slices(num_images)):
         tokens, worth = int(is_image[row].sum()), sum(sizes[images])
         if worth and not any(tokens * size % worth for size in sizes[images]):

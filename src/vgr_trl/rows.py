@@ -380,7 +380,7 @@ def take_scoring_rows(inputs: Mapping[str, Any], rows: range) -> dict[str, Any]:
 def take_rows(batch: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
     """Take rows of a micro-batch of TRL, or of the arguments of a scoring pass; batch-level entries are kept.
 
-    Rows without an image get no pixel inputs.
+    Rows without an image get no pixel inputs, unless all rows are taken, in their order.
 
     Raises:
         DataError: pixel inputs cannot be assigned to rows.

@@ -475,8 +475,9 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     """
     parser = _Parser(groups, command)
     given, rest = parser.parse_known_args(argv)
-    left_out = [_option_name(word) for word in rest if word.startswith("--")]
-    if unknown := [f"--{name}" for name in left_out if name not in ignored]:
+    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    left_out = [*map(_option_name, flags)]
+    if unknown := [flag for flag in flags if _option_name(flag) not in ignored]:
         raise ConfigError(f"Unknown flag {unknown[0]}.{did_you_mean(unknown[0], parser._option_string_actions)}")
     if rest and not rest[0].startswith("--"):
         raise ConfigError(f"{rest[0]!r} is not a flag or its value: remove it, or quote the value that it is part of.")

@@ -166,11 +166,12 @@ class StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Return the mapping; raise `ConstructorError` for a duplicate key."""
-        seen = set[tuple[str, str]]()
+        seen = set[str]()
         for key, _ in node.value:
-            if (named := (key.tag, str(key.value))) in seen:
-                raise ConstructorError(None, None, f"the key {key.value} is given twice", key.start_mark)
-            seen.add(named)
+            if key.tag == "tag:yaml.org,2002:str":  # `<<` may be given twice
+                if key.value in seen:
+                    raise ConstructorError(None, None, f"the key {key.value} is given twice", key.start_mark)
+                seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

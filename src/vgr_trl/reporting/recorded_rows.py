@@ -307,7 +307,7 @@ class RecordBeforeTraining(TrainerCallback):
 
 
 def needs_record_before_training(trainer: ConstructedTrainer) -> bool:
-    """Whether a run records rollouts, evaluates a data set of known length, and not already at step 0."""
+    """Whether a run records rollouts, evaluates one data set of known length, and not already at step 0."""
     args, data = trainer.args, trainer.eval_dataset
     wanted = args.rollout_log_steps > 0 and not args.eval_on_start and args.eval_strategy != "no"
-    return wanted and isinstance(data, Sized) and len(data) > 0
+    return wanted and isinstance(data, Sized) and not isinstance(data, dict) and len(data) > 0

@@ -49,7 +49,8 @@ def perturb_prompts(prompts: Sequence[Any], indices: Sequence[int], perturb: Per
 
     Args:
         prompts: one prompt per row, a conversation whose image parts hold the images, or a text.
-        indices: one number per row; rows with the same perturbed images share it, over all processes.
+        indices: one number per row; rows with the same perturbed images share it, over all processes, and have the
+            same prompt.
         perturb: returns the perturbed images of a conversation.
 
     Returns:

@@ -260,6 +260,7 @@ def build_actor_context(options: SignalOptions, step: int, processor: Any) -> Co
 def normalised_black(processor: Any) -> list[float]:
     """Return the value of black per channel after the processor's normalisation."""
     images: Any = getattr(processor, "image_processor", None)
-    if images is None or not images.do_normalize:
+    mean, std = (getattr(images, name, None) for name in ("image_mean", "image_std"))
+    if mean is None or std is None or not getattr(images, "do_normalize", True):
         return [0.0, 0.0, 0.0]
-    return [-middle / spread for middle, spread in zip(images.image_mean, images.image_std, strict=True)]
+    return [-middle / spread for middle, spread in zip(mean, std, strict=True)]
