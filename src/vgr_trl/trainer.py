@@ -422,7 +422,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Generate, score and reward a rollout by TRL's method; when training, score perturbed views."""
         once = images_processed_once(self.processing_class)
         reference = enable_reference_model(self, self.args) if self.model.training else nullcontext()
-        options = process_with_options(self.processing_class) if self.tools else nullcontext()
+        options = process_with_options(self.processing_class) if self.tools and self._is_vlm else nullcontext()
         purpose = patched_attribute(self, "_purpose", Purpose.ROLLOUT)
         with images_logged_by_all(self, rollout.rows), reference, options, once, purpose:
             batch = super()._generate_and_score_completions(rollout.rows)

@@ -45,7 +45,7 @@ def deal_turns(trainer, turns=TURNS, asked=lambda place, turn: call("look", wide
 
     The first word of a completion says its place, by which later turns know it.
     """
-    tokenizer, words = trainer.processing_class.tokenizer, "red blue green teal circle square left right".split()
+    tokenizer, words = trainer._tokenizer, "red blue green teal circle square left right".split()
     size = len(turns)
 
     def generate(input_ids, **kwargs):

@@ -1,10 +1,14 @@
 import pytest
 import torch
-from support.tool_runs import DAPO, STOCK, deal_turns
-from support.trainers import BIG_STEPS, begin, emitted, tiny_model, weights
+from datasets import Dataset
+from support.tool_runs import DAPO, STOCK, call, deal_turns, tool_processor
+from support.trainers import BIG_STEPS, begin, config, emitted, letters_reward, tiny_model, weights
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.pixels import split_images
 from vgr_trl.rows import OLD_LOGPS, valid_tokens
+from vgr_trl.trainer import DAPOTrainer
 
 
 def test_prompts_are_computed_once_where_completions_hold_images(make, model_folder):
@@ -41,6 +45,33 @@ def test_updates_are_those_of_trl(make, model_folder, changed):
     before = torch.cat([each.detach().flatten() for each in tiny_model(model_folder).double().parameters()])
     assert (after[0] - before).abs().max() > 1e-4
     assert (after[0] - after[1]).abs().max() < 1e-9
+
+
+def double(number: int) -> int:
+    """Return twice a number.
+
+    Args:
+        number: to double.
+    """
+    return 2 * number
+
+
+def test_updates_of_a_text_model_are_those_of_trl(model_folder, tmp_path):
+    tokenizer, after = tool_processor(model_folder).tokenizer, []
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in ("red", "blue")])
+    for trainer, options in (STOCK, (DAPOTrainer, DAPOConfig)):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, head_dim=8, **vocabulary)).double()
+        args = config(tmp_path / "run", options, **DAPO, **BIG_STEPS | {"max_completion_length": 400})
+        made = trainer(model, letters_reward, args, rows, processing_class=tokenizer, tools=[double])
+        start = weights(made)
+        made.model.generate = deal_turns(made, asked=lambda place, turn: call("double", number=turn))
+        made.train()
+        after.append(weights(made))
+    assert (after[0] - start).abs().max() > 1e-4
+    assert (after[0] - after[1]).abs().max() < 1e-7
 
 
 def test_a_completion_that_ends_behind_an_image(make):
