@@ -1,5 +1,7 @@
 """Trainers whose completions call tools: dealt turns, so that every token is known, in a template that has tools."""
 
+from pathlib import Path
+
 import torch
 from PIL import Image, ImageDraw
 from support.trainers import config, letters_reward, tiny_model
@@ -9,17 +11,7 @@ from trl.chat_template_utils import qwen3_template
 
 from vgr_trl.trainer import DAPOTrainer
 
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}"
-    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+TEMPLATE = Path(__file__).with_name("tools.jinja").read_text(encoding="utf-8")
 STOCK, DAPO = (GRPOTrainer, GRPOConfig), {"loss_type": "dapo", "epsilon_high": 0.28, "beta": 0.0}  # of TRL
 TURNS = (0, 1, 2, 1)  # calls of the completions of a prompt
 

@@ -1,14 +1,17 @@
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from transformers.integrations import integration_utils
 
 from vgr_trl.callbacks.trackers import guard_trackers, rename_for_verl
 from vgr_trl.metrics import step_metrics as clocks
 from vgr_trl.metrics.step_metrics import StageClock, StepMetrics
 
+VERL = yaml.safe_load(Path(__file__).with_name("verl_names.yaml").read_text(encoding="utf-8"))
 REWARD = {"critic/rewards/mean": 2.0, "reward/overall": 2.0}
 
 
@@ -118,23 +121,9 @@ def test_a_stage_within_another_stops_that_one(now):
     assert clock.metrics(accelerator, 1) == {}
 
 
-def test_names_of_verl():
-    logs = {
-        "loss": 0.5, "policy_loss": 0.4, "reward": 1.5, "rewards/accuracy/mean": 0.7, "approx_kl": 0.1,
-        "perf/tokens_per_second": 300.0, "timing/update": 0.7, "timing/optimizer": 0.1,
-    }  # fmt: skip
-    assert rename_for_verl(logs, processes=3) == {
-        "loss": 0.5, "actor/pg_loss": 0.4, "reward/overall": 1.5, "critic/rewards/mean": 1.5, "reward/accuracy": 0.7,
-        "actor/approx_kl": 0.1, "perf/tokens_per_second": 300.0, "perf/throughput": 100.0,
-        "timing_s/update_actor": pytest.approx(0.8),
-    }  # fmt: skip
-    logs = {"eval_reward": 1.0, "eval_rewards/accuracy/mean": 0.5, "eval_reward/length": 7, "eval_loss": 2.0,
-            "eval_completions/mean_length": 9.0}  # fmt: skip
-    assert rename_for_verl(logs) == {"val/reward_score": 1.0, "val/accuracy_reward": 0.5, "val/length_reward": 7,
-                             "eval_loss": 2.0, "val_response_length/mean": 9.0}  # fmt: skip
-    assert rename_for_verl({"loss": 0.5, "reward": 3.0, "reward/overall": 2.0}) == {
-        "loss": 0.5, "actor/pg_loss": 0.5, "critic/rewards/mean": 3.0, "reward/overall": 2.0,
-    }  # fmt: skip
+@pytest.mark.parametrize(("logs", "processes", "renamed"), VERL)
+def test_names_of_verl(logs, processes, renamed):
+    assert rename_for_verl(logs, processes) == pytest.approx(renamed)
 
 
 class Tracker(integration_utils.TensorBoardCallback):
