@@ -32,10 +32,7 @@ def test_the_command_writes_a_row_per_token_with_own_signals_and_credit(tmp_path
 def test_a_table_for_spreadsheets_has_no_formula_and_nothing_that_moves_a_terminal(tmp_path):
     odd = completion(tmp_path / "run" / "rollouts", 0, True, tokens=["=1+1", "\x1b[2J", "\u202eabc", "-", "a=b"])
     run = make_run(tmp_path / "run", steps=1, extra=[odd])
-    for ending, tokens in (
-        ("csv", ["'=1+1", r"\x1b[2J", r"\u202eabc", "'-", "a=b"]),
-        ("parquet", odd.tokens),
-    ):
+    for ending, tokens in (("csv", ["'=1+1", r"\x1b[2J", r"\u202eabc", "'-", "a=b"]), ("parquet", odd.tokens)):
         file = tmp_path / "new" / f"tokens.{ending}"
         assert export_run(run, file) == len(to_pandas(run))
         read = pd.read_csv(file) if ending == "csv" else pd.read_parquet(file)

@@ -88,8 +88,7 @@ def drawn(prompts, count):
 
 
 @pytest.mark.parametrize(
-    ("missing", "generations", "processes", "expected"),
-    [(3, 8, 1, 3), (3, 8, 4, 3), (1, 4, 8, 2), (4, 8, 3, 6)],
+    ("missing", "generations", "processes", "expected"), [(3, 8, 1, 3), (3, 8, 4, 3), (1, 4, 8, 2), (4, 8, 3, 6)]
 )
 def test_prompts_of_a_round_are_shared_equally(missing, generations, processes, expected):
     parts = []
