@@ -159,7 +159,8 @@ def _weights_by_rule(
     if options.enable_trajectory_reweighting:
         means, shaped = mean_dependency(dependency, mask), context["shaped"]  # (N,)
         compared = means if shaped is None else means.masked_fill(~shaped.bool(), torch.nan)
-        scale, largest = trajectory_scale(means, compared, options.trajectory_scaling_min, context["gather"])
+        statistics = dependency_statistics(compared, context["gather"])
+        scale, largest = _scale(means, statistics, options.trajectory_scaling_min)
         totals.add_mean("sensitivity_score_mean", means, ~compared.isnan())
         totals.add_mean("scaling_factor_mean", scale, ~compared.isnan())
         totals.known["dynamic_scaling_max"] = largest
@@ -443,29 +444,45 @@ def mean_dependency(dependency: Tensor, mask: Tensor) -> Tensor:
     return means.masked_fill(~defined.any(dim=1), torch.nan)
 
 
+def dependency_statistics(means: Tensor, gather: Gather | None = None) -> tuple[float, float, float]:
+    """Return minimum, maximum and mean of the mean dependencies, (N,), that are not NaN; 0 each if there are none.
+
+    Args:
+        means: (N,), NaN for completions that are not compared.
+        gather: concatenates a 1-D tensor over all processes; None: there is one process.
+    """
+    every = (means if gather is None else gather(means)).detach().cpu().double()
+    every = every[~every.isnan()]
+    return (every.min().item(), every.max().item(), every.mean().item()) if len(every) else (0.0, 0.0, 0.0)
+
+
 def trajectory_scale(
-    means: Tensor, compared: Tensor, minimum: float, gather: Gather | None = None
-) -> tuple[Tensor, float]:
-    """Scale each completion's advantage by its dependency on the image; the mean scale of those compared is 1.
+    dependency: Tensor, mask: Tensor, minimum: float = 0.8, statistics: tuple[float, float, float] | None = None
+) -> Tensor:
+    """Scale each completion's advantage by its dependency on the image; the mean scale is 1.
 
     With z the mean visual dependency of a completion and u = (z - min) / (max - min), the scale is a + u (b - a), where
     a = `minimum` and b = a + (1 - a) / mean(u) (VPPO, https://huggingface.co/papers/2510.09285).
 
     Args:
-        means: (N,), mean dependency z of each completion.
-        compared: (N,), the means that enter minimum, maximum and mean over all processes; NaN for other completions.
+        dependency: (N, T), visual dependency of the tokens.
+        mask: (N, T) bool, valid tokens.
         minimum: smallest scale a, in [0, 1].
-        gather: concatenates a 1-D tensor over all processes; None: there is one process.
+        statistics: minimum, maximum and mean of z over the completions of all processes; None: of those given.
 
     Returns:
-        Scales, (N,) float32, and the largest scale b. 1 for a completion whose z is undefined (it has no valid token,
-        or no defined dependency), and for all completions if max - min is at most 1e-6.
+        (N,) float32. 1 for a completion whose z is undefined (it has no valid token, or no defined dependency), and for
+        all completions if max - min is at most 1e-6.
     """
-    every = (compared if gather is None else gather(compared)).detach().cpu().double()
-    every = every[~every.isnan()]
-    if not len(every) or every.max() - every.min() <= _SMALLEST_SPREAD:
+    means = mean_dependency(dependency, mask)
+    return _scale(means, statistics or dependency_statistics(means), minimum)[0]
+
+
+def _scale(means: Tensor, statistics: tuple[float, float, float], minimum: float) -> tuple[Tensor, float]:
+    """Return the scales of `trajectory_scale`, and the largest scale b, from mean dependencies (N,)."""
+    low, high, mean = statistics
+    if high - low <= _SMALLEST_SPREAD:
         return torch.ones_like(means), 1.0
-    low, high, mean = every.min().item(), every.max().item(), every.mean().item()
     largest = minimum + (1 - minimum) * (high - low) / (mean - low)
     position = ((means - low) / (high - low)).clamp(0, 1)  # (N,)
     return (minimum + position * (largest - minimum)).nan_to_num(nan=1.0), largest

@@ -184,11 +184,12 @@ def test_completions_without_a_dependency_keep_scale_1_and_change_no_other():
     """
     dependency = torch.tensor([[1.0], [9.0], [2.0], [NAN], [5.0]])
     mask = torch.tensor([[1], [0], [1], [1], [1]])
-    means = rules.mean_dependency(dependency, mask)
-    assert rules.trajectory_scale(means, means, 0.8)[0].tolist() == pytest.approx([0.8, 1, 0.92, 1, 1.28])
+    assert rules.trajectory_scale(dependency, mask).tolist() == pytest.approx([0.8, 1, 0.92, 1, 1.28])
     for means in ((3.0, 3.0), (0.0, 9e-7), (NAN, NAN), ()):
-        alone = torch.tensor(means)
-        assert rules.trajectory_scale(alone, alone, 0.8)[0].tolist() == [1.0] * len(means), "none to compare"
+        alone = torch.tensor(means).unsqueeze(1)
+        assert rules.trajectory_scale(alone, torch.ones_like(alone)).tolist() == [1.0] * len(means), "none to compare"
+    of_all = rules.trajectory_scale(dependency[:3], mask[:3], statistics=(1.0, 5.0, 8 / 3)).tolist()
+    assert of_all == pytest.approx([0.8, 1, 0.92])
 
 
 def vgpo_weights(similarity, mask, groups=None, **options):
