@@ -625,7 +625,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         return nullcontext()
 
     def _weights_with(self, of_task: Sequence[float]) -> torch.Tensor:
-        """Return the reward weights with others for the rewards of the task, which the KL follows."""
+        """Return the reward weights with `of_task` for the rewards of the task; the last, of the KL, stays."""
         return torch.cat([self.reward_weights.new_tensor(of_task), self.reward_weights[len(of_task) :]])
 
     def _wrap_rewards(self, rollout: Rollout | None) -> list[Any]:

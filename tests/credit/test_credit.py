@@ -178,18 +178,15 @@ def test_smoothing_skips_invalid_tokens_and_reaches_three_sigma():
 
 
 def test_completions_without_a_dependency_keep_scale_1_and_change_no_other():
-    """z = 1, 2, 5: u = 0, 1/4, 1 with mean 5/12, b = 0.8 + 0.2 · 12/5 = 1.28: scales 0.8, 0.92, 1.28.
-
-    Beside them a completion of 0 tokens and one whose dependency is undefined.
-    """
+    """z = 1, 2, 5: u = 0, 1/4, 1 with mean 5/12, b = 0.8 + 0.2 · 12/5 = 1.28: scales 0.8, 0.92, 1.28; two undefined."""
     dependency = torch.tensor([[1.0], [9.0], [2.0], [NAN], [5.0]])
     mask = torch.tensor([[1], [0], [1], [1], [1]])
     assert rules.trajectory_scale(dependency, mask).tolist() == pytest.approx([0.8, 1, 0.92, 1, 1.28])
     for means in ((3.0, 3.0), (0.0, 9e-7), (NAN, NAN), ()):
         alone = torch.tensor(means).unsqueeze(1)
         assert rules.trajectory_scale(alone, torch.ones_like(alone)).tolist() == [1.0] * len(means), "none to compare"
-    of_all = rules.trajectory_scale(dependency[:3], mask[:3], statistics=(1.0, 5.0, 8 / 3)).tolist()
-    assert of_all == pytest.approx([0.8, 1, 0.92])
+    of_all = rules.trajectory_scale(dependency[:3], mask[:3], statistics=(1.0, 5.0, 8 / 3))
+    assert of_all.tolist() == pytest.approx([0.8, 1, 0.92])
 
 
 def vgpo_weights(similarity, mask, groups=None, **options):

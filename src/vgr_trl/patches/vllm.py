@@ -180,7 +180,7 @@ class UnexpandedPrompts:
 
 
 def plan_unexpanded_prompts(trainer: GRPOTrainer) -> UnexpandedPrompts | None:
-    """Return what unexpands prompts for vLLM; None: vLLM needs nothing else than TRL gives it."""
+    """Return the object that gives vLLM unexpanded prompts; None: this release of TRL does so itself."""
     if "vllm_prompt_ids" in signature(GRPOTrainer._generate_single_turn).parameters:
         return None
     return UnexpandedPrompts(trainer)

@@ -185,7 +185,7 @@ def naming_yaml_errors(what: str) -> Iterator[None]:
 
 
 def read_options(file: Path, what: str) -> dict[str, Any]:
-    """Return the options of a YAML file, which messages call `what`.
+    """Return the options of a YAML file; `what` names it in messages.
 
     Raises:
         ConfigError: the file cannot be read, or is not a mapping.

@@ -51,7 +51,8 @@ class DummyImage:
             generates: whether the model generates, where no dummy image can run.
 
         Raises:
-            DataError: parameters are sharded, and only some processes generate for images; it is raised in all.
+            DataError: parameters are sharded, and only some processes generate for images; it is raised in all, by the
+                call in the block.
         """
         causal = causal_model(model)
         base = base_of(causal)
