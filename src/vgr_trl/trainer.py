@@ -149,6 +149,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     _logs: dict[str, Any]
     further_prompts: Any = None
     _rollout: Rollout | None = None  # the current one; rollouts may be nested
+    _balances: list[float | None] | None = None  # of the completions that are rewarded
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: DAPOConfig | None = None, *rest: Any, **options: Any
@@ -253,6 +254,18 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Return the last value of each metric that waits to be logged in this mode."""
         return {name: values[-1] for name, values in self._metrics[self.mode].items() if values}
 
+    @property
+    def _mdi_balance_scores_current_batch(self) -> list[float | None]:
+        """Return the MDI balance of each completion of the batch, for rewards that read it off the trainer.
+
+        Raises:
+            RewardError: the attention of these completions is not measured.
+        """
+        if self._balances is None:
+            cure = "set compute_attention_metrics=true, which says why where attention cannot be measured"
+            raise RewardError(f"The trainer has no MDI balance, because attention is not measured here: {cure}.")
+        return self._balances
+
     def _log_metrics(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._metrics[self.mode][name].append(value)
@@ -345,8 +358,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                 counts = count_turns(completions, rollout.turns)
                 self._show_columns(counts)
                 columns |= counts
-            # Read by rewards of our users' scripts, through the argument `trainer`.
-            self._mdi_balance_scores_current_batch = columns.get("mdi_balance")
+            self._balances = columns.get("mdi_balance")
             rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]
             with patched_attribute(self, "reward_funcs", self._wrap_rewards(rollout)):
                 rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
@@ -393,6 +405,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if "vgr" in measured:
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
         self._log_metrics(metrics)
+        if self.measurement.samples:  # for metrics only: rewards get the same columns as in training
+            measured = {}
         return {**columns, **measured, **self.kl.penalise(rollout)}
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -372,6 +372,14 @@ def reads_solution(reward: Any) -> bool:
     return unwrap_reward(reward) in (accuracy_reward, blind_accuracy_reward, tool_reward)
 
 
+def may_read_columns(reward: Any) -> bool:
+    """Return whether a reward of the user's own accepts any column or the trainer, so that its reads are unknown."""
+    function = unwrap_reward(reward)
+    if str(function.__module__).partition(".")[0] in ("vgr_trl", "trl") or hasattr(function, "forward"):
+        return False
+    return _takes_argument(reward, "trainer")
+
+
 def check_callable(reward: Any, columns: Iterable[str]) -> None:
     """Raise `RewardError` if calling `reward` with the data's columns must fail, or can only return None.
 

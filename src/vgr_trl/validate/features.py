@@ -22,6 +22,7 @@ from vgr_trl.registries import (
     is_measured_after_rewards,
     needed_signals,
 )
+from vgr_trl.rewards.loading import may_read_columns
 from vgr_trl.rollout import ConstructedTrainer, Measurement
 from vgr_trl.run_facts import Features, RunFacts
 from vgr_trl.sharing.exactness import why_not_share, why_padding_counts
@@ -313,8 +314,9 @@ def plan_measurement(facts: RunFacts) -> Measurement:
     for need, reader in needed.items():
         if (why := why_not_measured(facts, need, ids)) is not None:
             raise ConfigError(f"{reader} cannot be used here: {why}")
-    if args.compute_attention_metrics is None and why_not_measured(facts, "attention", ids) is None:
-        needed.setdefault("attention", "compute_attention_metrics")
+    if args.compute_attention_metrics is not False and why_not_measured(facts, "attention", ids) is None:
+        readers = (f"the reward {name}" for name, reward in facts.rewards.items() if may_read_columns(reward))
+        needed["attention"] = next(readers, needed.get("attention", "compute_attention_metrics"))
     if args.token_weights and (last := args.token_weights_last_k_layers) is not None:
         last_layers(count_attention_layers(model), last, args.attention_segments, "token_weights_last_k_layers")
     embedded = model.config.get_text_config(decoder=True).vocab_size
