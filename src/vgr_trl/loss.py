@@ -27,7 +27,7 @@ from vgr_trl.registries import declares, loss_terms
 from vgr_trl.rows import scoring_inputs
 from vgr_trl.sharing.lending import READ_AGAIN
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.signals.ratios import visual_dependency
+from vgr_trl.signals.ratios import bounded, visual_dependency
 from vgr_trl.signals.scoring import Head, Purpose, Scores, Want, rest_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str = "low_var_kl") -> Te
         raise DataError(f"kl_penalty got a tensor of shape {tuple(logps.shape)} for {kind}: give {wanted}.")
     logps, ref_logps = logps.float(), ref_logps.float()
     if kind == "full":
-        logps, ref_logps = logps.log_softmax(-1), ref_logps.log_softmax(-1)
+        logps, ref_logps = bounded(logps.log_softmax(-1)), bounded(ref_logps.log_softmax(-1))
         return (logps.exp() * (logps - ref_logps)).sum(-1)
     difference = logps - ref_logps  # (N, T)
     if kind == "kl":
@@ -530,7 +530,7 @@ def teacher_divergence(logits: Tensor, ids: Tensor, teacher: Tensor, kind: str =
     Returns:
         (…), in nats, with gradients of the policy.
     """
-    logps = logits.log_softmax(-1)
+    logps, teacher = bounded(logits.log_softmax(-1)), bounded(teacher)
     policy = logps.gather(-1, ids.long())
     if teacher.size(-1) > ids.size(-1):
         policy = torch.cat([policy, rest_of(logps, ids)], -1)
