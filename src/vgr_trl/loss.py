@@ -624,12 +624,16 @@ def auxiliary_loss(trainer: "ConstructedTrainer", passed: TermInputs) -> tuple[T
 
 
 def _compute_term(name: str, function: Any, given: TermInputs, args: LossOptions) -> Tensor:
-    """Return a loss term (N, T), 0 outside the mask; raise `DataError` if it is no such tensor."""
+    """Return a loss term (N, T), 0 outside the mask; raise `DataError` if it is no such tensor or has no gradient."""
     term = function(given, args.plugin_values(function))
     if not isinstance(term, Tensor) or term.shape != given.mask.shape:
         found = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
         raise DataError(f"The loss term {name} returned {found}: return a tensor {tuple(given.mask.shape)}.")
-    return term.masked_fill(~given.mask, 0)
+    term = term.masked_fill(~given.mask, 0)
+    if given.logps.requires_grad and not term.requires_grad and term.any():
+        cure = "compute it from passed.logps without detach, or return advantages from a credit rule"
+        raise DataError(f"The loss term {name} returned a tensor without a gradient, which trains nothing: {cure}.")
+    return term
 
 
 def _score_perturbed(trainer: "ConstructedTrainer", passed: TermInputs) -> Scores:
