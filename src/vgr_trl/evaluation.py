@@ -21,7 +21,7 @@ from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.patching import evaluating, keep_random_state, patched_attribute
-from vgr_trl.rewards.answers import Solution, resolve_solution, states_answer
+from vgr_trl.rewards.answers import Solution, decode_with_tags, resolve_solution, states_answer
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
 from vgr_trl.rewards.loading import add_label_idx, check_callable, reward_name
 from vgr_trl.rewards.phrases import normalise
@@ -293,7 +293,7 @@ class CompletionGenerator:
         owner = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         with patched_attribute(owner, "generation_config", settings):
             ids = self.model.generate(**inputs, generation_config=settings)
-        return list(self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        return decode_with_tags(self.tokenizer, ids[:, inputs["input_ids"].shape[1] :].tolist())
 
 
 def evaluate(

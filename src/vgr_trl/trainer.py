@@ -58,9 +58,9 @@ from vgr_trl.registries import loss_terms
 from vgr_trl.reporting.console import LATE_REWARD
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
-from vgr_trl.rewards.answers import completion_text
+from vgr_trl.rewards.answers import ANSWER_TAGS, completion_text, decode_with_tags
 from vgr_trl.rewards.functions import WholeGroups
-from vgr_trl.rewards.loading import collect_token_weights, wrap_reward
+from vgr_trl.rewards.loading import collect_token_weights, is_from, wrap_reward
 from vgr_trl.rollout import (
     Rollout,
     describe_row,
@@ -330,10 +330,16 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         return ids
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Keep the prompts, and with tools the turns: the policy's own tokens, and returned images."""
+        """Keep the prompts, and with tools the turns: the policy's own tokens, and returned images.
+
+        Completions keep special tokens that are tags of a prompt, or of this library's rewards.
+        """
         if self._rollout is not None:
             self._rollout.messages = prompts
-        with guarded(self) if self.tools else nullcontext():
+        text = str(prompts) + ANSWER_TAGS * any(is_from(reward, "vgr_trl") for reward in self.reward_funcs)
+        decode: Any = lambda ids, **_: decode_with_tags(self._tokenizer, ids, text)  # noqa: E731
+        keeps_tags = patched_attribute(self.processing_class, "batch_decode", decode)
+        with keeps_tags, guarded(self) if self.tools else nullcontext():
             generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
             self._rollout.turns = collect_turns(self, self._rollout, generated)

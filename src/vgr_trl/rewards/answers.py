@@ -58,6 +58,26 @@ def completion_text(completion: Any) -> str:
     return "\n".join(_message_text(message.get("content")) for message in written)
 
 
+ANSWER_TAGS = "<think></think><answer></answer>"
+
+
+def decode_with_tags(tokenizer: Any, completion_ids: Any, text: str = ANSWER_TAGS) -> list[str]:
+    """Decode completions without special tokens, but with those special tokens that are tags.
+
+    Args:
+        tokenizer: the tokenizer.
+        completion_ids: tokens of each completion, lists of ints.
+        text: opens and closes the tags, as a system prompt does.
+    """
+    pairs = {*re.findall(r"<(\w+)>", text)} & {*re.findall(r"</(\w+)>", text)}
+    special = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    tags = {token for token, content in special.items() if content.strip("</>") in pairs}
+    rows = [
+        [token for token in ids if token in tags or token not in special] if tags else ids for ids in completion_ids
+    ]
+    return [tokenizer.decode(ids, skip_special_tokens=not tags) for ids in rows]
+
+
 def _message_text(content: Any) -> str:
     if isinstance(content, str):
         return content

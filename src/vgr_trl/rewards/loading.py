@@ -374,10 +374,13 @@ def reads_solution(reward: Any) -> bool:
 
 def may_read_columns(reward: Any) -> bool:
     """Return whether a reward of the user's own accepts any column or the trainer, so that its reads are unknown."""
-    function = unwrap_reward(reward)
-    if str(function.__module__).partition(".")[0] in ("vgr_trl", "trl") or hasattr(function, "forward"):
-        return False
-    return _takes_argument(reward, "trainer")
+    is_known = is_from(reward, "vgr_trl", "trl") or hasattr(reward, "forward")
+    return not is_known and _takes_argument(reward, "trainer")
+
+
+def is_from(reward: Any, *packages: str) -> bool:
+    """Return whether the function of a reward is from one of these packages."""
+    return str(unwrap_reward(reward).__module__).partition(".")[0] in packages
 
 
 def check_callable(reward: Any, columns: Iterable[str]) -> None:
