@@ -23,7 +23,7 @@ from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.patching import evaluating, keep_random_state, patched_attribute
 from vgr_trl.rewards.answers import Solution, decode_with_tags, resolve_solution, states_answer
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
-from vgr_trl.rewards.loading import add_label_idx, check_callable, reward_name
+from vgr_trl.rewards.loading import check_callable, fit_arguments, reward_name
 from vgr_trl.rewards.phrases import normalise
 from vgr_trl.rows import pad_rows
 
@@ -108,7 +108,7 @@ def compute_rewards(
     columns["prompts"] = [row.get("prompt") for row in rows]
     columns["completions"] = [[{"role": "assistant", "content": text}] for text in completions]
     columns["completion_ids"] = tokenizer(completions, add_special_tokens=False)["input_ids"]
-    return {reward_name(each): list(each(**add_label_idx(each, columns))) for each in functions}
+    return {reward_name(each): list(each(**fit_arguments(each, columns))) for each in functions}
 
 
 @dataclass(frozen=True)

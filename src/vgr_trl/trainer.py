@@ -58,7 +58,7 @@ from vgr_trl.registries import loss_terms
 from vgr_trl.reporting.console import LATE_REWARD
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
-from vgr_trl.rewards.answers import ANSWER_TAGS, completion_text, decode_with_tags
+from vgr_trl.rewards.answers import ANSWER_TAGS, completion_text, decode_with_tags, excerpt
 from vgr_trl.rewards.functions import WholeGroups
 from vgr_trl.rewards.loading import collect_token_weights, is_from, wrap_reward
 from vgr_trl.rollout import (
@@ -162,6 +162,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self._micro_batch: dict[str, Any] = {}  # inputs of TRL's loss while it runs
         self._pass: TermInputs | None = None  # the pass over them
         self._rewards_with_nan: set[str] = set()
+        self._first_rewards: list[torch.Tensor] = []  # of the first two rollouts
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
         given = patched_attribute(args, "reward_weights", weights)
         with enable_reference_model(args, args, teaches=True), given, naming_unserved_model():
@@ -262,8 +263,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             RewardError: the attention of these completions is not measured.
         """
         if self._balances is None:
-            cure = "set compute_attention_metrics=true, which says why where attention cannot be measured"
-            raise RewardError(f"The trainer has no MDI balance, because attention is not measured here: {cure}.")
+            raise RewardError("Attention is not measured, so there is no balance: set compute_attention_metrics=true.")
         return self._balances
 
     def _log_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -337,8 +337,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if self._rollout is not None:
             self._rollout.messages = prompts
         text = str(prompts) + ANSWER_TAGS * any(is_from(reward, "vgr_trl") for reward in self.reward_funcs)
-        decode: Any = lambda ids, **_: decode_with_tags(self._tokenizer, ids, text)  # noqa: E731
-        keeps_tags = patched_attribute(self.processing_class, "batch_decode", decode)
+        decode = partial(decode_with_tags, self._tokenizer, text=text)
+        keeps_tags = patched_attribute(self.processing_class, "batch_decode", lambda ids, **_: decode(ids))
         with keeps_tags, guarded(self) if self.tools else nullcontext():
             generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
@@ -375,6 +375,9 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                 self._log_metrics({f"rewards/{name}/not_applicable": undefined.float().mean().item()})
                 if isinstance(reward, nn.Module) and undefined.any():
                     self._warn_of_nan(name, int(undefined.sum()))
+            if self.model.training and len(self._first_rewards) < 2:
+                self._first_rewards.append(rewards)
+                self._warn_of_constants(completions[0], [name for name in rows[0] if not name.startswith("__")])
             if self.reward_schedule.changes:  # comparable over the change of weights, unlike `reward`
                 late = self._weights_with(self.reward_schedule.regular)
                 self._log_metrics({LATE_REWARD: weighted_sums(rewards, late).nanmean().item()})
@@ -411,9 +414,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if "vgr" in measured:
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
         self._log_metrics(metrics)
-        if self.measurement.samples:  # for metrics only: rewards get the same columns as in training
-            measured = {}
-        return {**columns, **measured, **self.kl.penalise(rollout)}
+        # Without readers, attention is for metrics: rewards get as little of it in evaluation as in training.
+        return {**columns, **({} if self.measurement.samples else measured), **self.kl.penalise(rollout)}
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Select groups and apply token credit when training, and record the rollout."""
@@ -670,6 +672,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             effect = f"they count as not applicable, as None does (metric rewards/{name}/not_applicable; logged once)"
             cure = "Return None where a reward does not apply"
             logger.warning(f"The reward {name} returned NaN for {count} completions: {effect}. {cure}.")
+
+    def _warn_of_constants(self, completion: Any, columns: list[str]) -> None:
+        """Name the user's rewards that were one number in the first two rollouts, and an example of their inputs."""
+        rewards = torch.cat(self._first_rewards).T
+        for reward, name, values in zip(self.reward_funcs, self.reward_func_names, rewards, strict=True):
+            if len(self._first_rewards) == 2 and values.eq(values[0]).all() and not is_from(reward, "vgr_trl", "trl"):
+                got = f"the completion {excerpt(completion)} and the columns {', '.join(columns)}, among others"
+                logger.warning(f"The reward {name} was always {values[0]:g}: check that it reads {got}.")
 
 
 def _repeat(value: float | None, completions: list[Any], **kwargs: Any) -> list[float | None]:
