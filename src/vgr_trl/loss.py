@@ -23,7 +23,7 @@ from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.step_metrics import Totals
 from vgr_trl.options import Checked, option
 from vgr_trl.pixels import joined
-from vgr_trl.registries import declares, loss_terms
+from vgr_trl.registries import call_plugin, declares, loss_terms
 from vgr_trl.rows import scoring_inputs
 from vgr_trl.sharing.lending import READ_AGAIN
 from vgr_trl.sharing.model_support import causal_model
@@ -625,14 +625,13 @@ def auxiliary_loss(trainer: "ConstructedTrainer", passed: TermInputs) -> tuple[T
 
 def _compute_term(name: str, function: Any, given: TermInputs, args: LossOptions) -> Tensor:
     """Return a loss term (N, T), 0 outside the mask; raise `DataError` if it is no such tensor or has no gradient."""
-    term = function(given, args.plugin_values(function))
+    term = call_plugin(f"the loss term {name}", function, given, args.plugin_values(function))
     if not isinstance(term, Tensor) or term.shape != given.mask.shape:
         found = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
         raise DataError(f"The loss term {name} returned {found}: return a tensor {tuple(given.mask.shape)}.")
     term = term.masked_fill(~given.mask, 0)
     if given.logps.requires_grad and not term.requires_grad and term.any():
-        cure = "compute it from passed.logps without detach, or return advantages from a credit rule"
-        raise DataError(f"The loss term {name} returned a tensor without a gradient, which trains nothing: {cure}.")
+        raise DataError(f"The loss term {name} has no gradient, so it trains nothing: compute it from passed.logps.")
     return term
 
 

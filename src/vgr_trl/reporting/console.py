@@ -54,8 +54,6 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
         logs: of this step; missing quantities are omitted.
         seconds_per_step: mean over recent steps; None: not known yet.
     """
-    if "frac_reward_zero_std" in logs:
-        logs = {"sampling/nonzero_variance_fraction": 1 - logs["frac_reward_zero_std"], **logs}
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     shown = {name for _, name, _ in _STEP_QUANTITIES}
     own = [(each[1].removesuffix("_reward"), each[0]) for each in map(_REWARD_MEAN.fullmatch, logs) if each]
