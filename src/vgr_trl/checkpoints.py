@@ -8,7 +8,7 @@ completions of an unfinished generation batch. `ResumableTrainer` saves and rest
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -371,11 +371,14 @@ class ResumableTrainer(GRPOTrainer):
         Raises:
             ConfigError: naming the checkpoint.
         """
+        optimizer: Any = self.optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        is_plain = isinstance(optimizer, torch.optim.Optimizer)
+        needed = [{*group} for group in optimizer.param_groups] if is_plain else []  # loading replaces the groups
         try:
             super()._load_optimizer_and_scheduler(checkpoint)
             if not self.is_fsdp_enabled:  # whose sharded moments have other shapes than the weights
-                optimizer: Any = self.optimizer
-                _check_optimizer(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer)
+                _check_optimizer(optimizer, needed)
         except (AttributeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
             unfit = f"The optimizer or scheduler in {checkpoint} does not fit the weights that this run trains"
             cure = "continue with the model, adapter and optim that saved it, or give another checkpoint"
@@ -402,13 +405,17 @@ class ResumableTrainer(GRPOTrainer):
         return target is not None
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any, needed: Sequence[Set[str]]) -> None:
     """Raise `ValueError` if the loaded state has missing options or Adam moments of the wrong shape.
 
     PyTorch loads both. A step would end in a `KeyError`, and fused AdamW would write past the end of the moments.
+
+    Args:
+        optimizer: whose state was loaded.
+        needed: the options of each parameter group before that. `defaults` has options that no group needs.
     """
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
-        if missing := sorted(optimizer.defaults.keys() - group.keys()):
+    for names, group in zip(needed, optimizer.param_groups if needed else (), strict=True):
+        if missing := sorted(names - group.keys()):
             raise ValueError(f"{type(optimizer).__name__} needs {', '.join(missing)}, which was not saved")
     for weight, state in optimizer.state.items() if isinstance(optimizer, torch.optim.Adam) else ():
         for name in ("exp_avg", "exp_avg_sq"):
