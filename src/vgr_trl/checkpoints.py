@@ -18,7 +18,7 @@ import torch
 import xxhash
 from accelerate import Accelerator, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from datasets import Dataset, IterableDataset
 from filelock import FileLock, Timeout
 from torch import nn
@@ -273,28 +273,26 @@ def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
 
 
 @contextmanager
-def lock_folder(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Lock a folder for one training. The kernel releases the lock when the process ends, also after a kill.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock an output folder for one training, and create it; all processes call this, and the main process holds it.
 
-    A file system without locks is used without one.
-
-    Args:
-        folder: an existing output folder.
-        accelerator: of the run, whose main process holds the lock.
+    The kernel releases the lock when the process ends, also after a kill. A thread may lock a folder again within the
+    block. A file system without locks is used without one.
 
     Raises:
         ConfigError: another run holds the lock; on all processes.
     """
     # Without `fallback_to_soft`: a file as the mark of a lock would outlive a killed run.
-    lock, is_free = FileLock(folder / LOCK, timeout=LOCK_SECONDS, fallback_to_soft=False), True
+    options = {"timeout": LOCK_SECONDS, "fallback_to_soft": False, "is_singleton": True}
+    lock, is_free = FileLock(folder / LOCK, **options), True
     try:
-        if accelerator.is_main_process:
+        if PartialState().is_main_process:
             lock.acquire()
     except OSError as error:  # `Timeout`, or the file system has no locks
         is_free = not isinstance(error, Timeout)
     with ExitStack() as stack:
         stack.callback(lock.release)
-        if not accelerator.gather(torch.tensor([is_free], device=accelerator.device)).all():
+        if not all(gather_object([is_free])):
             raise ConfigError(f"Another run is training in {folder}: wait until it ends, or give another output_dir.")
         yield
 
@@ -342,7 +340,7 @@ class ResumableTrainer(GRPOTrainer):
         checkpoint = resolve_checkpoint(resume_mode(resume), Path(str(self.args.output_dir)))
         try:
             names_process = naming_silent_process(self.args.ddp_timeout, lambda: self.state.global_step + 1)
-            with lock_folder(Path(str(self.args.output_dir)), self.accelerator), names_process:
+            with lock_folder(Path(str(self.args.output_dir))), names_process:
                 return super().train(checkpoint, *args, **options)
         finally:
             self.termination.restore_handler()

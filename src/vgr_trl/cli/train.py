@@ -31,6 +31,7 @@ from vgr_trl.checkpoints import (
     how_to_go_on,
     lacks_final_model_only,
     load_trained,
+    lock_folder,
     refuse_finished,
     resolve_checkpoint,
     resume_mode,
@@ -92,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
             dry_run(config, source_name(data), build, how)
         return 0
     identity = run_identity(data, rewards, config, model) | {"recipe": how.recipe}
-    return EXIT_STATUS if train(data, config, identity, build, how.verbose).termination.stopped else 0
+    with lock_folder(Path(config.output_dir or "trainer_output")):  # before anything is written
+        return EXIT_STATUS if train(data, config, identity, build, how.verbose).termination.stopped else 0
 
 
 def train(
