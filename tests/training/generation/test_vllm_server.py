@@ -19,7 +19,9 @@ class Speaker(NoVLLM):
     def __init__(self, model, accelerator, *args, mode, processing_class, **kwargs):
         super().__init__()
         self.accelerator, self.mode, self.processor = accelerator, mode, processing_class
-        self.vllm_client = SimpleNamespace(base_url="http://host:8000", session=SimpleNamespace(post=self.post))
+        self.vllm_client = SimpleNamespace(
+            base_url="http://host:8000", session=SimpleNamespace(post=self.post), _post=None
+        )
 
     def post(self, url):
         self.done.append(url)
@@ -74,7 +76,69 @@ def test_log_probabilities_are_read_in_both_forms():
     newer = [{"token_id": 7, "logprob": -1.5, "rank": 2, "top_logprobs": [{"token_id": 9, "logprob": -0.5, "rank": 1}]}]
     with pytest.raises(KeyError, match="token"):
         vllm_client.parse_logprobs([{"content": newer}])  # once this fails, `fill_texts` can go
-    with answers_of_server(None):
+    with answers_of_server(SimpleNamespace(vllm_generation=None)):
         for content in (older, newer):
             assert vllm_client.parse_logprobs([{"content": content}]) == ([[[-0.5, -1.5]]], [[[9, 7]]])
         assert vllm_client.parse_logprobs([None]) == (None, None)
+
+
+class Client:
+    """The part of TRL's client that asks a server for completions of tokens; `change` changes its answer."""
+
+    base_url, model, generate = "http://host:8000", "tiny", vllm_client.VLLMClient.generate
+
+    def __init__(self, change):
+        self.change = change
+
+    def _post(self, url, json):
+        choices = [
+            {"prompt_token_ids": prompt, "token_ids": [5, 6], "logprobs": logprobs(5, 6)}
+            for prompt in json["prompt"]
+            for _ in range(json["n"])
+        ]
+        return self.change(choices) or {"choices": choices}
+
+
+def logprobs(*tokens):
+    names = [f"token_id:{token}" for token in tokens]
+    return {"tokens": names, "token_logprobs": [-0.5] * len(tokens), "top_logprobs": [{name: -0.5} for name in names]}
+
+
+def refuse(choices):
+    raise Exception("Request failed: 400, prompt too long")  # as TRL does
+
+
+def asked(change):
+    client = Client(change)
+    trainer = SimpleNamespace(vllm_generation=SimpleNamespace(vllm_client=client), state=SimpleNamespace(global_step=0))
+    with answers_of_server(trainer):
+        return client.generate([[1, 2], [1, 3]], n=2, max_tokens=2)
+
+
+def test_an_answer_as_asked_is_used():
+    assert asked(lambda choices: None)["completion_ids"] == [[5, 6]] * 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda choices: choices.pop(),
+        lambda choices: choices.append(choices[0]),
+        lambda choices: choices[1].update(prompt_token_ids=[1, 3]),
+        lambda choices: choices[3].update(prompt_token_ids=None),
+        lambda choices: choices[0].update(token_ids=[5, 6, 7], logprobs=logprobs(5, 6, 7)),
+        lambda choices: choices[0].update(token_ids=[], logprobs=logprobs()),
+        lambda choices: choices[0].update(token_ids=[5]),
+        lambda choices: choices[0].update(token_ids=[5, 7]),
+        lambda choices: choices[0].update(logprobs=None),
+        lambda choices: choices[1].update(logprobs={}),
+        lambda choices: choices[1].update(token_ids=None),
+        lambda choices: {"error": "overloaded"},
+        lambda choices: [choices],
+        lambda choices: choices.clear(),
+        refuse,
+    ],
+)
+def test_an_answer_other_than_asked_trains_nothing(change):
+    with pytest.raises(VLLMServerError):
+        asked(change)
