@@ -117,7 +117,7 @@ def save_share(state: dict[str, Any], folder: Path, process_index: int, num_proc
     """
     path = folder / SHARE.format(kind, process_index, num_processes)
     torch.save(state, unfinished(path))
-    publish(path)
+    publish(unfinished(path), path)
 
 
 def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[str, Any]]:

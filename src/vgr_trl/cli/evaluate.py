@@ -13,6 +13,7 @@ import transformers
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from vgr_trl.atomic_files import write_atomic
 from vgr_trl.cli.arguments import (
     TRAINING_OPTIONS,
     DataArguments,
@@ -43,14 +44,14 @@ def main(argv: Sequence[str]) -> int:
     if options.save_completions and output is None:
         raise ConfigError("save_completions needs a file: give --output_file FILE.")
     if output is not None:
-        refuse_unwritable(output, "output_file")  # before the evaluation, not after it
+        refuse_unwritable(output, "output_file", mark=b'"mean_at_k": ')  # before the evaluation, not after it
     results = evaluate_models(data, options)
     print_scores(results)
     if output is not None:
         values = {name: result.to_dict(records=options.save_completions) for name, result in results.items()}
         content = next(iter(values.values())) if len(values) == 1 else {"models": values}
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        write_atomic(output, (json.dumps(content, indent=2, default=str) + "\n").encode())
     return 0
 
 
