@@ -58,10 +58,10 @@ def _sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
-    """Write a file completely or not at all; of several processes that write it at a time, the last one wins.
+    """Write a file completely or not at all; create missing folders. The last of several processes wins.
 
     Args:
-        path: path of the file, in an existing folder.
+        path: path of the file.
         data: content of the file.
         sync: wait until the file is on the disk, so that no later write can reach the disk before it.
 
@@ -71,6 +71,7 @@ def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
     temporary = unfinished(path.with_name(f"{path.name}.{token_hex(4)}"))
     try:
         with naming_full_disk(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(data)
             publish(temporary, path) if sync else temporary.replace(path)
     finally:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from accelerate import Accelerator, PartialState
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from datasets import Dataset, IterableDataset
 from filelock import FileLock, Timeout
@@ -283,8 +282,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         ConfigError: another run holds the lock; on all processes.
     """
     # Without `fallback_to_soft`: a file as the mark of a lock would outlive a killed run.
-    options = {"timeout": LOCK_SECONDS, "fallback_to_soft": False, "is_singleton": True}
-    lock, is_free = FileLock(folder / LOCK, **options), True
+    lock, is_free = FileLock(folder / LOCK, timeout=LOCK_SECONDS, fallback_to_soft=False, is_singleton=True), True
     try:
         if PartialState().is_main_process:
             lock.acquire()
@@ -369,10 +367,8 @@ class ResumableTrainer(GRPOTrainer):
         Raises:
             ConfigError: naming the checkpoint.
         """
-        optimizer: Any = self.optimizer
-        optimizer = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-        is_plain = isinstance(optimizer, torch.optim.Optimizer)
-        needed = [{*group} for group in optimizer.param_groups] if is_plain else []  # loading replaces the groups
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        needed = [{*group} for group in optimizer.param_groups] if isinstance(optimizer, torch.optim.Optimizer) else []
         try:
             super()._load_optimizer_and_scheduler(checkpoint)
             if not self.is_fsdp_enabled:  # whose sharded moments have other shapes than the weights

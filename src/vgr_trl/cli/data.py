@@ -187,8 +187,6 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
     """Inspect a set, print the report, write page and list of skipped rows, and return the findings."""
     data, path = _data_arguments(flags), Path(flags.path).absolute()
     for option, output, mark in (("page", flags.page, b'"vgr-trl'), ("skipped", flags.skipped, b'{"split": ')):
-        if output and not output.parent.is_dir():
-            raise ConfigError(f"{option} is {output}, which cannot be written: give a file in an existing folder.")
         if output:
             refuse_unwritable(output, option, mark=mark)
     processor = build_processor([]) if flags.tiny else None
@@ -213,7 +211,7 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
                 findings.text += f"\n{shared:,} rows of {split} have an image that is also in {name}."
     if flags.skipped:
         lines = [json.dumps(asdict(row), default=str) + "\n" for row in findings.skipped]
-        flags.skipped.write_text("".join(lines), encoding="utf-8")
+        write_atomic(flags.skipped, "".join(lines).encode())
     print(findings.text + "\n")
     if processor is None:
         print("Prompt lengths not measured; pass --model.")

@@ -13,7 +13,6 @@ import transformers
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from vgr_trl.atomic_files import write_atomic
 from vgr_trl.cli.arguments import (
     TRAINING_OPTIONS,
     DataArguments,
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         values = {name: result.to_dict(records=options.save_completions) for name, result in results.items()}
         content = next(iter(values.values())) if len(values) == 1 else {"models": values}
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(output, (json.dumps(content, indent=2, default=str) + "\n").encode())
+        output.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
     return 0
 
 

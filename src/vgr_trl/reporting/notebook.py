@@ -130,16 +130,15 @@ def export_run(run: Path, output: Path) -> int:
     """
     if output.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--output is {output}: give a file that ends in .csv or .parquet.")
-    is_csv = output.suffix == ".csv"
-    refuse_unwritable(output, "--output", mark=b"step,mode,completion," if is_csv else b'"field_name": "mode"')
+    mark = b"step,mode,completion," if output.suffix == ".csv" else b'"field_name": "mode"'
+    refuse_unwritable(output, "--output", mark=mark)
     table = to_pandas(run)
     if table.empty:
         raise DataError(f"{run} has no recorded completion that can be read: give the output_dir of another run.")
-    if is_csv:
+    if output.suffix == ".csv":
         content = table.map(_escape_cell).rename(columns=printable).to_csv(index=False).encode()
     else:
         content = table.to_parquet(index=False)
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, content)
     return len(table)
 

@@ -98,7 +98,6 @@ def write_report(
     pages, images = build_pages([Path(run) for run in runs], max_bytes, names)
     packed = zlib.compress(encode_json({"version": 1, "live": live, "runs": pages, "images": images}), _ZLIB_LEVEL)
     html = template.replace(DATA_PLACEHOLDER, base64.b64encode(packed).decode("ascii")).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, html)
     notes = {page["name"]: page["notes"] for page in pages}
     return Report(path, len(html), sum(len(page["records"]) for page in pages), notes)

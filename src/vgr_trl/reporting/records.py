@@ -461,18 +461,15 @@ def refuse_unwritable(path: Path, option: str, is_folder: bool = False, mark: by
     folder = next(folder for folder in file.absolute().parents if folder.exists())  # others are made later
     if file.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"{option} is {path}, which cannot be written to: choose another path.")
-    if mark is not None and (path.is_symlink() or (path.exists() and not _has_mark(path, mark))):
+    if mark is not None and (path.is_symlink() or (path.exists() and not (path.is_file() and _has_mark(path, mark)))):
         raise ConfigError(f"{option} is {path}, which is no file that this command has written: choose another path.")
 
 
 def _has_mark(path: Path, mark: bytes) -> bool:
-    """Return whether a file is empty or has a mark within 64 KB of its beginning or end; False for a device."""
-    if not path.is_file():
-        return False
+    """Return whether a file is empty or has a mark within 64 KB of its beginning or end."""
     with path.open("rb") as file:
-        start = file.read(2**16)
-        file.seek(max(path.stat().st_size - 2**16, 0))
-        return not start or mark in start + file.read()
+        ends = [os.pread(file.fileno(), 2**16, place) for place in (0, max(path.stat().st_size - 2**16, 0))]
+        return not ends[0] or any(mark in end for end in ends)
 
 
 def _check_version(version: int, path: Path) -> None:

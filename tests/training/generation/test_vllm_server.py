@@ -7,7 +7,7 @@ from trl.generation import vllm_client
 from trl.trainer import grpo_trainer
 
 from vgr_trl.errors import VLLMServerError
-from vgr_trl.patches.vllm import answers_of_server
+from vgr_trl.patches.vllm import answers_of_server, check_answer
 from vgr_trl.rewards import accuracy_reward
 
 
@@ -19,9 +19,7 @@ class Speaker(NoVLLM):
     def __init__(self, model, accelerator, *args, mode, processing_class, **kwargs):
         super().__init__()
         self.accelerator, self.mode, self.processor = accelerator, mode, processing_class
-        self.vllm_client = SimpleNamespace(
-            base_url="http://host:8000", session=SimpleNamespace(post=self.post), _post=None
-        )
+        self.vllm_client = SimpleNamespace(base_url="http://host:8000", session=SimpleNamespace(post=self.post))
 
     def post(self, url):
         self.done.append(url)
@@ -74,38 +72,37 @@ def test_log_probabilities_are_read_in_both_forms():
     """As servers of vLLM 0.31 and 0.32 send them: the sampled token first, then the most likely ones."""
     older = [{"token": "token_id:7", "logprob": -1.5, "top_logprobs": [{"token": "token_id:9", "logprob": -0.5}]}]
     newer = [{"token_id": 7, "logprob": -1.5, "rank": 2, "top_logprobs": [{"token_id": 9, "logprob": -0.5, "rank": 1}]}]
+    choice = {"token_ids": [7]}
     with pytest.raises(KeyError, match="token"):
         vllm_client.parse_logprobs([{"content": newer}])  # once this fails, `fill_texts` can go
-    with answers_of_server(SimpleNamespace(vllm_generation=None)):
-        for content in (older, newer):
-            assert vllm_client.parse_logprobs([{"content": content}]) == ([[[-0.5, -1.5]]], [[[9, 7]]])
-        assert vllm_client.parse_logprobs([None]) == (None, None)
+    request = {"token_ids": [1], "sampling_params": {"n": 1, "max_tokens": 1}}
+    for content in (older, newer):
+        answer = check_answer("http://host:8000", request, {"choices": [choice | {"logprobs": {"content": content}}]})
+        read = vllm_client.parse_logprobs([answer["choices"][0]["logprobs"]])
+        assert read == ([[[-0.5, -1.5]]], [[[9, 7]]])
 
 
-class Client:
-    """The part of TRL's client that asks a server for completions of tokens; `change` changes its answer."""
+class Client(vllm_client.VLLMClient):
+    """TRL's client of a server that is not there; `change` changes its answer."""
 
-    base_url, model, generate = "http://host:8000", "tiny", vllm_client.VLLMClient.generate
+    base_url, model = "http://host:8000", "tiny"
 
     def __init__(self, change):
-        self.change = change
+        self.change, self.session = change, self
 
-    def _post(self, url, json):
+    def post(self, url, json):
         choices = [
             {"prompt_token_ids": prompt, "token_ids": [5, 6], "logprobs": logprobs(5, 6)}
             for prompt in json["prompt"]
             for _ in range(json["n"])
         ]
-        return self.change(choices) or {"choices": choices}
+        answer = self.change(choices) or {"choices": choices}
+        return SimpleNamespace(status_code=400 if answer == "refused" else 200, json=lambda: answer, text="too long")
 
 
 def logprobs(*tokens):
     names = [f"token_id:{token}" for token in tokens]
     return {"tokens": names, "token_logprobs": [-0.5] * len(tokens), "top_logprobs": [{name: -0.5} for name in names]}
-
-
-def refuse(choices):
-    raise Exception("Request failed: 400, prompt too long")  # as TRL does
 
 
 def asked(change):
@@ -136,7 +133,7 @@ def test_an_answer_as_asked_is_used():
         lambda choices: {"error": "overloaded"},
         lambda choices: [choices],
         lambda choices: choices.clear(),
-        refuse,
+        lambda choices: "refused",
     ],
 )
 def test_an_answer_other_than_asked_trains_nothing(change):
