@@ -252,8 +252,8 @@ def attention_scale_warning(functions: list[Any], config: DAPOConfig) -> str | N
     """Return a warning if a VGR reward that counts is not scaled by the spread of accuracy in its group."""
     ones = [1.0] * len(functions)
     weights = zip(config.reward_weights or ones, config.early_reward_weights or ones, functions, strict=False)
-    counted = {function for late, early, function in weights if late or (config.early_reward_weights and early)}
-    if config.attention_reward_scale == "accuracy" or not counted & {vgr_reward, vgr_hard_negative_reward}:
+    counted = {id(reward) for late, early, reward in weights if late or (config.early_reward_weights and early)}
+    if config.attention_reward_scale == "accuracy" or not counted & {*map(id, (vgr_reward, vgr_hard_negative_reward))}:
         return None
     found = "on the demo, a VGR reward then lowered accuracy from 0.69 to 0.26"
     return f"attention_reward_scale is none: {found}. --attention_reward_scale accuracy scales it."
@@ -336,7 +336,6 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
 
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
     """Write `run.json`, from which a later start recognises the run in the folder."""
-    output_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())
 
 
