@@ -305,7 +305,7 @@ def check_answer(url: str, asked: dict[str, Any], answer: Any) -> Any:
         return answer
     with suppress(LookupError, TypeError, ValueError, AttributeError):  # an answer of any shape
         choices = [{**choice, "logprobs": fill_texts(choice["logprobs"])} for choice in answer["choices"]]
-        likely = vllm_client.parse_logprobs([choice["logprobs"] for choice in choices])[1]
+        likely: Any = vllm_client.parse_logprobs([choice["logprobs"] for choice in choices])[1]
         expected = [prompt for prompt in prompts for _ in range(sampling["n"])]
         if all(
             prompt in (choice.get("prompt_token_ids"), None)
