@@ -1,8 +1,10 @@
 import copy
 import math
 import re
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -13,9 +15,11 @@ from support.models.families import make_batch
 from support.trainers import STOCK, letters_reward, logged, weights
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from vgr_trl.cli.train import attention_scale_warning
 from vgr_trl.config import SWITCHES
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
+from vgr_trl.rewards import vgr_reward
 from vgr_trl.rows import scoring_inputs
 from vgr_trl.trainer import DAPOTrainer
 
@@ -178,3 +182,22 @@ def test_an_evaluation_has_the_late_reward_weights_and_counts_in_no_metric_of_tr
     assert logged(evaluated, "eval_reward") == [0.5] * 3
     assert logged(evaluated, "reward_weights/place_reward") == [1.0] * 3
     assert logged(evaluated, "sharing/prompts_per_row") == logged(alone, "sharing/prompts_per_row") != []
+
+
+@dataclass
+class LongReward:
+    """A reward that cannot be hashed, as a dataclass that compares its fields."""
+
+    least: int = 3
+
+    def __call__(self, completions, **columns):
+        return [float(len(completion) > self.least) for completion in completions]
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.5), np.array([1.0, 0.5])])
+def test_rewards_and_weights_of_any_type_that_trl_takes(text_trainer, weights):
+    trainer = text_trainer([LongReward(), LongReward(2)], reward_weights=weights, max_steps=1, rollout_log_steps=1)
+    trainer.train()
+    assert trainer.reward_weights.tolist() == [1.0, 0.5]
+    trainer.args.attention_reward_scale = "none"
+    assert attention_scale_warning([LongReward(), vgr_reward], trainer.args)

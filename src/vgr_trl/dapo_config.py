@@ -149,6 +149,8 @@ class DAPOConfig(
         for name in ("share_prompts", *SWITCHES):  # YAML reads on and off as True and False
             if isinstance(value := vars(self)[name], bool):
                 setattr(self, name, "on" if value else "off")
+        # TRL takes a tuple or an array too.
+        self.reward_weights = None if self.reward_weights is None else [*map(float, self.reward_weights)]
         self.rows_per_pass = str(self.rows_per_pass)  # which YAML reads as a number
         check_options(self, _LIMITS)
         self.check_plugins()

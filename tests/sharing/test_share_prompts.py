@@ -51,6 +51,24 @@ def test_adapters(name, options):
     assert largest_relative(plain, shared) < (2e-4 if name == "qwen3_5" else 1e-5)
 
 
+def test_rows_with_adapters_of_their_own_run_plainly():
+    model, batch = with_adapter("qwen2_vl"), make_batch("qwen2_vl")
+    model.add_adapter("other", LoraConfig(**LORA, target_modules=["k_proj", "up_proj"]))
+    names = {"adapter_names": ["default", "other"] * 3}
+
+    def run():
+        tokens = model.generate(**batch.inputs, **names, max_new_tokens=3, do_sample=False)
+        return tokens, model(**batch.inputs, **names).logits
+
+    with torch.no_grad():
+        plain = run()
+        with share_prompts(model) as report:
+            assert all(map(torch.equal, plain, run()))
+            assert sum(report.plain.values()) == 2
+            model(**batch.inputs)
+    assert report.prompts_per_row < 1
+
+
 def test_policy_and_reference_do_not_share_a_prefix():
     """The reference is the same model with its adapter off, or another adapter: its prompts are computed again."""
     model, batch = with_adapter("qwen2_vl"), make_batch("qwen2_vl")

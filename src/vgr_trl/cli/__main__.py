@@ -53,16 +53,18 @@ def demo(argv: Sequence[str]) -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device (default cpu)")
     flags = parser.parse_args(argv)
     _announce_command("demo")
+    from vgr_trl.checkpoints import lock_folder
     from vgr_trl.cli.arguments import keep_offline
     from vgr_trl.cli.train import check_output_dir, write_identity
     from vgr_trl.demo.demo import run_demo
 
     identity = {"command": "demo", "system_prompt": None}
-    check_output_dir(flags.output_dir, identity, None, may_repeat=True)
-    write_identity(flags.output_dir, identity)
     keep_offline()
     options = Options(seed=flags.seed, steps=flags.steps, threads=flags.threads, device=flags.device)
-    return 0 if run_demo(options, flags.output_dir) else 1
+    with lock_folder(flags.output_dir):
+        check_output_dir(flags.output_dir, identity, None, may_repeat=True)
+        write_identity(flags.output_dir, identity)
+        return 0 if run_demo(options, flags.output_dir) else 1
 
 
 def quickstart(argv: Sequence[str]) -> int:

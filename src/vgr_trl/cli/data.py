@@ -44,6 +44,7 @@ from vgr_trl.data.prompts import PromptLengths
 from vgr_trl.data.read_row import FLAGS, keys_of
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.errors import ConfigError, DataError, RewardError
+from vgr_trl.reporting.records import refuse_unwritable
 from vgr_trl.rewards.answers import LETTERS, completion_text, is_right, resolve_solution, stated_answer
 
 SOURCE = ("dataset_name", "dataset_config", "dataset_path")
@@ -185,9 +186,9 @@ def _write(
 def inspect_run(flags: argparse.Namespace) -> Findings:
     """Inspect a set, print the report, write page and list of skipped rows, and return the findings."""
     data, path = _data_arguments(flags), Path(flags.path).absolute()
-    for output in (flags.page, flags.skipped):
-        if output and (not output.parent.is_dir() or output.resolve() == path.resolve()):
-            raise ConfigError(f"{output} cannot be written: give a new file in an existing folder.")
+    for option, output, mark in (("page", flags.page, b'"vgr-trl'), ("skipped", flags.skipped, b'{"split": ')):
+        if output:
+            refuse_unwritable(output, option, mark=mark)
     processor = build_processor([]) if flags.tiny else None
     if flags.model:
         processor = load_processor(flags.model, flags.model_revision, flags.trust_remote_code)
@@ -210,7 +211,7 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
                 findings.text += f"\n{shared:,} rows of {split} have an image that is also in {name}."
     if flags.skipped:
         lines = [json.dumps(asdict(row), default=str) + "\n" for row in findings.skipped]
-        flags.skipped.write_text("".join(lines), encoding="utf-8")
+        write_atomic(flags.skipped, "".join(lines).encode())
     print(findings.text + "\n")
     if processor is None:
         print("Prompt lengths not measured; pass --model.")

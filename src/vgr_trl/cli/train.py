@@ -31,6 +31,7 @@ from vgr_trl.checkpoints import (
     how_to_go_on,
     lacks_final_model_only,
     load_trained,
+    lock_folder,
     refuse_finished,
     resolve_checkpoint,
     resume_mode,
@@ -92,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
             dry_run(config, source_name(data), build, how)
         return 0
     identity = run_identity(data, rewards, config, model) | {"recipe": how.recipe}
-    return EXIT_STATUS if train(data, config, identity, build, how.verbose).termination.stopped else 0
+    with lock_folder(Path(config.output_dir or "trainer_output")):  # before anything is written
+        return EXIT_STATUS if train(data, config, identity, build, how.verbose).termination.stopped else 0
 
 
 def train(
@@ -250,8 +252,8 @@ def attention_scale_warning(functions: list[Any], config: DAPOConfig) -> str | N
     """Return a warning if a VGR reward that counts is not scaled by the spread of accuracy in its group."""
     ones = [1.0] * len(functions)
     weights = zip(config.reward_weights or ones, config.early_reward_weights or ones, functions, strict=False)
-    counted = {function for late, early, function in weights if late or (config.early_reward_weights and early)}
-    if config.attention_reward_scale == "accuracy" or not counted & {vgr_reward, vgr_hard_negative_reward}:
+    counted = {id(reward) for late, early, reward in weights if late or (config.early_reward_weights and early)}
+    if config.attention_reward_scale == "accuracy" or not counted & {*map(id, (vgr_reward, vgr_hard_negative_reward))}:
         return None
     found = "on the demo, a VGR reward then lowered accuracy from 0.69 to 0.26"
     return f"attention_reward_scale is none: {found}. --attention_reward_scale accuracy scales it."
@@ -334,7 +336,6 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
 
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
     """Write `run.json`, from which a later start recognises the run in the folder."""
-    output_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())
 
 

@@ -606,7 +606,6 @@ def _keep(table: pyarrow.Table, path: Path) -> None:
         writer.write_table(table)
     content = sink.getvalue().to_pybytes()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content + xxh3_128_digest(content))
     except OSError as error:
         hint = "the next start checks the rows again. Free space there, or set HF_DATASETS_CACHE to another folder"

@@ -14,7 +14,6 @@ import torch
 from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import gather
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.patching import patched_method
@@ -93,7 +92,7 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
             shared = SharedGeneration(causal, causal.generate, forward)
             stack.enter_context(patched_method(causal, "generate", shared))
         if is_alone:
-            stack.enter_context(_read_labels(causal, forward))
+            stack.enter_context(causal.register_forward_pre_hook(_read_labels, with_kwargs=True))
         if own is not None:
             stack.enter_context(_forget_at_end(own))
         yield report
@@ -117,17 +116,15 @@ def _modes_of_engine() -> dict[str, Any]:
     return {"agree": all_agree, "sharded": sharded}
 
 
-def _read_labels(causal: nn.Module, forward: SharedForward) -> RemovableHandle:
-    """Set `labelled` of a `SharedForward` from the labels of TRL's scoring, until the handle is removed."""
-
-    def read(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _read_labels(causal: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Set `labelled` of a model's `SharedForward` from the labels of TRL's scoring; a hook, also of pickled models."""
+    forward = getattr(base_of(causal).forward, "function", None)
+    if isinstance(forward, SharedForward):  # which a copy of the model has not
         labels, forward.labelled = kwargs.get("labels"), None
         wanted = torch.is_grad_enabled() or forward.agree is not None  # which have to decide together
         if wanted and kwargs.get("fused_lm_head") and labels is not None:
             labelled = (labels != -100).any(0).nonzero()
             forward.labelled = labels.size(1) - int(labelled[0]) if len(labelled) else None
-
-    return causal.register_forward_pre_hook(read, with_kwargs=True)
 
 
 @contextmanager

@@ -109,6 +109,14 @@ def test_the_state_of_another_optimizer_is_refused(text_trainer, optim):
         text_trainer(max_steps=2, optim=optim, **RESUMED).train(resume_from_checkpoint=True)
 
 
+def test_an_optimizer_whose_groups_lack_a_default_of_pytorch_resumes(text_trainer):
+    """PyTorch adds `differentiable` to the defaults of every optimizer whose state it loads."""
+    text_trainer(max_steps=1, optim="adafactor", **RESUMED).train()
+    resumed = text_trainer(max_steps=2, optim="adafactor", **RESUMED)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 2
+    assert "differentiable" in resumed.optimizer.optimizer.defaults
+
+
 def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, monkeypatch):
     """The newest checkpoint was being written anew when the run ended, so it mixes two saves."""
     warned: list[str] = []
