@@ -30,6 +30,7 @@ class RunFacts:
         zero_stage: of DeepSpeed; 0 without it.
         fsdp_version: 0 without FSDP.
         compiles: whether accelerate compiles the model.
+        own_loss: name of the user's own method of the loss, or None.
     """
 
     args: DAPOConfig
@@ -46,6 +47,7 @@ class RunFacts:
     zero_stage: int
     fsdp_version: int
     compiles: bool
+    own_loss: str | None
 
     @property
     def is_sharded(self) -> bool:
@@ -110,4 +112,15 @@ def read_facts(trainer: ConstructedTrainer) -> RunFacts:
         zero_stage=0 if deepspeed is None else deepspeed.zero_stage,
         fsdp_version=state.fsdp_plugin.fsdp_version if trainer.is_fsdp_enabled else 0,
         compiles=state.dynamo_plugin.backend.value != "NO",
+        own_loss=find_own_loss(trainer),
     )
+
+
+def find_own_loss(trainer: ConstructedTrainer) -> str | None:
+    """Return the name of a method of the loss that a subclass or a patch has replaced, or None."""
+    places = [vars(trainer), *map(vars, type(trainer).__mro__)]
+    for name in ("_compute_loss", "compute_loss", "training_step"):
+        modules = [getattr(place[name], "__globals__", {}).get("__name__", "") for place in places if name in place]
+        if {module.partition(".")[0] for module in modules} - {"transformers", "trl", "vgr_trl"}:
+            return name
+    return None

@@ -19,7 +19,7 @@ from vgr_trl.credit import OF_REWARD, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
-from vgr_trl.errors import RewardError, check_release
+from vgr_trl.errors import ConfigError, RewardError, check_release
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
 from vgr_trl.loss import FullKL, KLControl, TermInputs, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
@@ -69,7 +69,7 @@ from vgr_trl.rollout import (
     weighted_sums,
 )
 from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
-from vgr_trl.run_facts import RunFacts, read_facts
+from vgr_trl.run_facts import RunFacts, find_own_loss, read_facts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups, warn_of_streak
 from vgr_trl.sharing.context_manager import SharedPasses
@@ -269,7 +269,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     # A step, in its order
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; forget prompts that an interruption has left without their backward pass."""
+        """Train; forget prompts that an interruption has left without their backward pass.
+
+        Raises:
+            ConfigError: a method of the loss was replaced after micro-batches were joined.
+        """
+        if self.rows_per_pass.joined > 1 and self.args.most_rows_per_pass is None and (own := find_own_loss(self)):
+            cure = "replace it in a subclass, or give rows_per_pass off or a number"
+            raise ConfigError(f"{own} was replaced after the trainer had joined micro-batches: {cure}.")
         try:
             return super().train(*args, **kwargs)
         finally:
