@@ -82,7 +82,7 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
             yield report
         return
     keep_keys_unrepeated()
-    why = why_not_lend(base) if is_alone else None
+    why = why_not_lend(base, may_switch=True) if is_alone else None
     own = Lending(base) if is_alone and why is None else None
     forward.lending, forward.first_step = own or forward.lending, {} if tells else None
     if tells and forward.agree is not None:
