@@ -31,6 +31,7 @@ from vgr_trl.atomic_files import naming_full_disk, publish, unfinished, write_at
 from vgr_trl.errors import ConfigError, VGRError, error_text
 from vgr_trl.patches.transformers import load_weights, rotate_at_end, whole_model
 from vgr_trl.processes import naming_silent_process
+from vgr_trl.sharing.model_support import has_sharded_parameters
 
 logger = logging.get_logger(__name__)
 
@@ -169,6 +170,29 @@ class SavedState(ABC):
             self.load_states(states)
         elif PartialState().is_main_process:
             logger.warning(f"{folder} has no state of the {self.kind}, which starts empty.")
+
+
+class MovingReference:
+    """The reference model of `sync_ref_model`, whose weights TRL does not save; sharded weights are not saved here."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def save(self, folder: Path) -> None:
+        """Write the weights into a checkpoint, by the main process."""
+        if PartialState().is_main_process and not has_sharded_parameters(self.model):
+            save_share(self.model.state_dict(), folder, 0, 1, "reference")
+
+    def load(self, folder: Path) -> None:
+        """Load the weights of a checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint does not have them.
+        """
+        if not (states := load_shares(folder, "reference")):
+            lacks = f"{folder} has no reference model (with ZeRO-3, FSDP or TRL's trainer none is saved)"
+            raise ConfigError(f"sync_ref_model is on, but {lacks}: give another checkpoint, or switch it off.")
+        self.model.load_state_dict(states[0])
 
 
 TRACES = ("trainer_state.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")

@@ -14,7 +14,7 @@ from trl.trainer import grpo_trainer
 
 from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import guard_trackers, print_lines
-from vgr_trl.checkpoints import ResumableTrainer
+from vgr_trl.checkpoints import MovingReference, ResumableTrainer
 from vgr_trl.credit import OF_REWARD, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
@@ -218,7 +218,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.loss_terms = {name: loss_terms.load(name) for name in args.terms}
         self.term_needs = frozenset(args.term_needs())
         adaptive = self.kl if self.kl.is_adaptive else None
-        parts = (self.replay, self.further_prompts, adaptive, self.critic, self.zero_variance_streak)
+        moving = MovingReference(self.accelerator.unwrap_model(self.ref_model)) if args.sync_ref_model else None
+        parts = (self.replay, self.further_prompts, adaptive, self.critic, self.zero_variance_streak, moving)
         self.resumed = [part for part in parts if part is not None]
 
     def _add_callbacks(self) -> None:
