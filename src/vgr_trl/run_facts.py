@@ -30,7 +30,7 @@ class RunFacts:
         zero_stage: of DeepSpeed; 0 without it.
         fsdp_version: 0 without FSDP.
         compiles: whether accelerate compiles the model.
-        own_loss: name of the user's own method of the loss, or None.
+        own_loss: whether a subclass or a patch has replaced a method of the loss.
     """
 
     args: DAPOConfig
@@ -47,7 +47,7 @@ class RunFacts:
     zero_stage: int
     fsdp_version: int
     compiles: bool
-    own_loss: str | None
+    own_loss: bool
 
     @property
     def is_sharded(self) -> bool:
@@ -112,15 +112,13 @@ def read_facts(trainer: ConstructedTrainer) -> RunFacts:
         zero_stage=0 if deepspeed is None else deepspeed.zero_stage,
         fsdp_version=state.fsdp_plugin.fsdp_version if trainer.is_fsdp_enabled else 0,
         compiles=state.dynamo_plugin.backend.value != "NO",
-        own_loss=find_own_loss(trainer),
+        own_loss=has_own_loss(trainer),
     )
 
 
-def find_own_loss(trainer: ConstructedTrainer) -> str | None:
-    """Return the name of a method of the loss that a subclass or a patch has replaced, or None."""
-    places = [vars(trainer), *map(vars, type(trainer).__mro__)]
-    for name in ("_compute_loss", "compute_loss", "training_step"):
-        modules = [getattr(place[name], "__globals__", {}).get("__name__", "") for place in places if name in place]
-        if {module.partition(".")[0] for module in modules} - {"transformers", "trl", "vgr_trl"}:
-            return name
-    return None
+def has_own_loss(trainer: ConstructedTrainer) -> bool:
+    """Whether a subclass or a patch has replaced a method of the loss."""
+    dicts = [vars(trainer), *map(vars, type(trainer).__mro__)]
+    methods = [own[name] for own in dicts for name in ("_compute_loss", "compute_loss", "training_step") if name in own]
+    packages = {getattr(each, "__globals__", {}).get("__name__", "").partition(".")[0] for each in methods}
+    return not packages <= {"transformers", "trl", "vgr_trl"}

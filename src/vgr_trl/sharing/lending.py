@@ -19,7 +19,6 @@ from weakref import ref
 
 import torch
 from accelerate.state import DistributedType, GradientState
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed import is_initialized
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -379,16 +378,9 @@ def _share_pixels(values: Sequence[Tensor], groups: Sequence[int]) -> list[Tenso
     return [kept[group] for group in groups]
 
 
-def why_not_lend(base: Any, *, may_switch: bool = False) -> str | None:
-    """Return why prompts of a base model cannot be lent to several micro-batches; None: they can.
-
-    Args:
-        base: base model (without head) of a transformers model.
-        may_switch: whether its adapters may be switched between the micro-batches of an optimizer step.
-    """
+def why_not_lend(base: Any) -> str | None:
+    """Return why prompts of a base model cannot be lent to several micro-batches; None: they can."""
     kind = distributed_type()
-    if may_switch and any(isinstance(module, BaseTunerLayer) for module in base.modules()):
-        return "adapters, which may be switched within an optimizer step"
     if kind == DistributedType.DEEPSPEED:
         return "DeepSpeed"
     if kind == DistributedType.FSDP or has_sharded_parameters(base):
