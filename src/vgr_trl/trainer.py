@@ -55,7 +55,7 @@ from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
 from vgr_trl.registries import loss_terms
-from vgr_trl.reporting.console import LATE_REWARD
+from vgr_trl.reporting.console import LATE_REWARD, evaluation_prefix
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import completion_text
@@ -69,7 +69,7 @@ from vgr_trl.rollout import (
     weighted_sums,
 )
 from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
-from vgr_trl.run_facts import RunFacts, find_own_loss, read_facts
+from vgr_trl.run_facts import RunFacts, has_own_loss, read_facts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups, warn_of_streak
 from vgr_trl.sharing.context_manager import SharedPasses
@@ -275,9 +275,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         Raises:
             ConfigError: a method of the loss was replaced after micro-batches were joined.
         """
-        if self.rows_per_pass.joined > 1 and self.args.most_rows_per_pass is None and (own := find_own_loss(self)):
-            cure = "replace it in a subclass, or give rows_per_pass off or a number"
-            raise ConfigError(f"{own} was replaced after the trainer had joined micro-batches: {cure}.")
+        if self.rows_per_pass.joined > 1 and self.args.most_rows_per_pass is None and has_own_loss(self):
+            raise ConfigError("The loss was replaced after joining micro-batches: give rows_per_pass off or a number.")
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -539,6 +538,9 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             logs |= self.clock.metrics(self.accelerator, len(times))
         if training:
             self.step_metrics.merge(self._metrics["train"])
+        elif prefix := (evaluation_prefix(logs) or "").removeprefix("eval_"):
+            for name in [*(metrics := self._metrics["eval"])]:
+                metrics[prefix + name] = metrics.pop(name)
         evaluated = not training and self.is_world_process_zero()
         with (
             patched_attribute(self, "_logs", flatten_conversations(self._logs)),
