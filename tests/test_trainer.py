@@ -201,3 +201,28 @@ def test_rewards_and_weights_of_any_type_that_trl_takes(text_trainer, weights):
     assert trainer.reward_weights.tolist() == [1.0, 0.5]
     trainer.args.attention_reward_scale = "none"
     assert attention_scale_warning([LongReward(), vgr_reward], trainer.args)
+
+
+def test_the_best_model_is_that_of_the_best_reward(text_trainer, text_rows):
+    def reward(completions, trainer_state, **kwargs):
+        return [float(trainer_state.global_step == 2)] * len(completions)
+
+    trainer = text_trainer(
+        reward, eval_rows=text_rows.select(range(4)), max_steps=3, load_best_model_at_end=True,
+        num_generations_eval=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (1.0, 2)
+
+
+def test_each_evaluation_set_has_metrics_of_its_own(text_trainer, text_rows, capsys):
+    trainer = text_trainer(
+        eval_rows={"red": text_rows.select([0]), "others": text_rows.select(range(1, 4))}, max_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="others_reward", num_generations_eval=2,
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    (red,), (others,) = (logged(trainer, f"eval_{name}_reward") for name in ("red", "others"))
+    assert trainer.state.best_metric == others != red
+    assert logged(trainer, "eval_reward") == []
+    assert f"reward {red:.3f}" in capsys.readouterr().out

@@ -9,10 +9,10 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
@@ -27,9 +27,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 
 from vgr_trl.atomic_files import naming_full_disk, publish, unfinished, write_atomic
-from vgr_trl.errors import ConfigError, VGRError, error_text
+from vgr_trl.errors import ConfigError, EvaluationStopped, VGRError, error_text
 from vgr_trl.patches.transformers import load_weights, rotate_at_end, whole_model
 from vgr_trl.processes import naming_silent_process
+from vgr_trl.sharing.model_support import has_sharded_parameters
 
 logger = logging.get_logger(__name__)
 
@@ -168,6 +169,27 @@ class SavedState(ABC):
             self.load_states(states)
         elif PartialState().is_main_process:
             logger.warning(f"{folder} has no state of the {self.kind}, which starts empty.")
+
+
+class MovingReference(NamedTuple):
+    """The reference model of `sync_ref_model`, whose weights TRL does not save; sharded weights are not saved here."""
+
+    model: nn.Module
+
+    def save(self, folder: Path) -> None:
+        """Write the weights into a checkpoint, by the main process."""
+        if PartialState().is_main_process and not has_sharded_parameters(self.model):
+            save_share(self.model.state_dict(), folder, 0, 1, "reference")
+
+    def load(self, folder: Path) -> None:
+        """Load the weights of a checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint does not have them.
+        """
+        if not (states := load_shares(folder, "reference")):
+            raise ConfigError(f"{folder} has no reference (ZeRO-3, FSDP and TRL save none): switch sync_ref_model off.")
+        self.model.load_state_dict(states[0])
 
 
 TRACES = ("trainer_state.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
@@ -347,6 +369,17 @@ class ResumableTrainer(GRPOTrainer):
         """Return TRL's sampler, and keep it for the data order of a resumed run."""
         self.train_sampler = super()._get_train_sampler(dataset)
         return self.train_sampler  # type: ignore[no-any-return]
+
+    def _evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Evaluate; return no metrics if SIGTERM has ended the evaluation."""
+        with suppress(EvaluationStopped):
+            return super()._evaluate(*args, **options)
+        self._metrics["eval"].clear()
+        return {}
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Return whether to save the best checkpoint: after an evaluation that SIGTERM has ended, too."""
+        return super()._determine_best_metric(metrics, trial) if metrics else True
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint, mark it complete once all is written, and explain a full disk."""

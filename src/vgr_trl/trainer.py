@@ -14,12 +14,12 @@ from trl.trainer import grpo_trainer
 
 from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import guard_trackers, print_lines
-from vgr_trl.checkpoints import ResumableTrainer
+from vgr_trl.checkpoints import MovingReference, ResumableTrainer
 from vgr_trl.credit import OF_REWARD, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
-from vgr_trl.errors import RewardError, check_release
+from vgr_trl.errors import ConfigError, RewardError, check_release
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
 from vgr_trl.loss import FullKL, KLControl, TermInputs, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
@@ -55,7 +55,7 @@ from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
 from vgr_trl.registries import loss_terms
-from vgr_trl.reporting.console import LATE_REWARD
+from vgr_trl.reporting.console import LATE_REWARD, evaluation_prefix
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import ANSWER_TAGS, completion_text, decode_with_tags, excerpt
@@ -69,7 +69,7 @@ from vgr_trl.rollout import (
     weighted_sums,
 )
 from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
-from vgr_trl.run_facts import RunFacts, read_facts
+from vgr_trl.run_facts import RunFacts, has_own_loss, read_facts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups, warn_of_streak
 from vgr_trl.sharing.context_manager import SharedPasses
@@ -220,7 +220,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.loss_terms = {name: loss_terms.load(name) for name in args.terms}
         self.term_needs = frozenset(args.term_needs())
         adaptive = self.kl if self.kl.is_adaptive else None
-        parts = (self.replay, self.further_prompts, adaptive, self.critic, self.zero_variance_streak)
+        moving = MovingReference(self.accelerator.unwrap_model(self.ref_model)) if args.sync_ref_model else None
+        parts = (self.replay, self.further_prompts, adaptive, self.critic, self.zero_variance_streak, moving)
         self.resumed = [part for part in parts if part is not None]
 
     def _add_callbacks(self) -> None:
@@ -282,7 +283,13 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     # A step, in its order
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; forget prompts that an interruption has left without their backward pass."""
+        """Train; forget prompts that an interruption has left without their backward pass.
+
+        Raises:
+            ConfigError: a method of the loss was replaced after micro-batches were joined.
+        """
+        if self.rows_per_pass.joined > 1 and self.args.most_rows_per_pass is None and has_own_loss(self):
+            raise ConfigError("The loss was replaced after joining micro-batches: give rows_per_pass off or a number.")
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -553,6 +560,9 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             logs |= self.clock.metrics(self.accelerator, len(times))
         if training:
             self.step_metrics.merge(self._metrics["train"])
+        elif prefix := (evaluation_prefix(logs) or "").removeprefix("eval_"):
+            for name in [*(metrics := self._metrics["eval"])]:
+                metrics[prefix + name] = metrics.pop(name)
         evaluated = not training and self.is_world_process_zero()
         with (
             patched_attribute(self, "_logs", flatten_conversations(self._logs)),

@@ -421,7 +421,7 @@ def describe_run(
         ("data", f"{source}: {data}"),
         ("recipe", recipe),
         ("rewards", _format_rewards(trainer)),
-        ("options", _format_options(args, PLAN_OPTIONS)),
+        ("options", _format_options(args, [*PLAN_OPTIONS, *["metric_for_best_model"] * args.load_best_model_at_end])),
         ("tools", ", ".join(tool.__name__ for tool in trainer.tools)),
         ("changed", _format_options(args, switched_on)),
         ("passes", verbose and str(trainer.features)),

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import gather
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from vgr_trl.errors import ConfigError
@@ -35,9 +36,9 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
             trainer.train()
 
     A prompt whose completions lie in several micro-batches runs once for all of them, forward and backward, where
-    accelerate accumulates gradients, as in TRL. Results equal those of plain passes up to the order of additions. Other
-    calls run plainly, and the report says why. With active dropout or router noise, the completions of a prompt share
-    the random numbers of their prompt, and a warning says so.
+    accelerate accumulates gradients, as in TRL; with adapters, once for each. Results equal those of plain passes up to
+    the order of additions. Other calls run plainly, and the report says why. With active dropout or router noise, the
+    completions of a prompt share the random numbers of their prompt, and a warning says so.
 
     If `completion_length` is None, the main process prints after the first step how many prompts were computed. Calls
     from several threads take turns.
@@ -82,7 +83,7 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
         return
     keep_keys_unrepeated()
     why = why_not_lend(base) if is_alone else None
-    own = Lending(base) if is_alone and why is None else None
+    own = None if why or not is_alone or any(isinstance(x, BaseTunerLayer) for x in base.modules()) else Lending(base)
     forward.lending, forward.first_step = own or forward.lending, {} if tells else None
     if tells and forward.agree is not None:
         print(f"share_prompts shares prompts within a micro-batch, not over several ({why}). {_ADVICE}", flush=True)

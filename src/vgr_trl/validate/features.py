@@ -87,7 +87,7 @@ def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: Dummy
         share_generation=Feature(_why_plain_generation(facts)),
         share_scoring=Feature(_why_no_pass_shares(facts) or compiled or why_not_share(facts.model, gradients=False)),
         share_training=Feature(training),
-        share_over_micro_batches=Feature(unshared or sharded or why_not_lend(base)),
+        share_over_micro_batches=Feature(unshared or sharded or "your own loss" * facts.own_loss or why_not_lend(base)),
         join_micro_batches=Feature(off("rows_per_pass") or unshared or rows),
         regroup=Feature(unshared or (None if args.share_prompts == "on" else rows or spread)),
         skip_zero_advantage=Feature(off("skip_zero_advantage") or noise or read),
@@ -225,6 +225,7 @@ def why_rows_matter(facts: RunFacts, loss_type: str) -> str | None:
         (args.entropy_coef != 0 or args.use_adaptive_entropy, "the entropy term"),
         (args.top_entropy_quantile < 1.0, "top_entropy_quantile"),
         (facts.has_router_loss, "the load-balancing loss"),
+        (facts.own_loss and args.most_rows_per_pass is None, "a loss of your own (without a number as rows_per_pass)"),
     )
     return found and f"{found} is taken over the tokens of a micro-batch"
 

@@ -201,3 +201,20 @@ def test_dropout_draws_the_same_after_passes_that_a_run_made_at_its_start_only(v
         return weights(trainer)
 
     assert torch.equal(trained(), trained(str(tmp_path / "run" / "checkpoint-1")))
+
+
+def test_a_reference_that_follows_the_policy_is_saved(vision_trainer, tmp_path):
+    def trained(checkpoint=None):
+        follows = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.9}
+        sizes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "learning_rate": 0.1, "optim": "sgd"}
+        trainer = vision_trainer(**follows, **sizes)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return weights(trainer)
+
+    whole, saved = trained(), tmp_path / "run" / "checkpoint-3"
+    assert torch.equal(trained(str(saved)), whole)
+    (reference,) = saved.glob("reference_*")
+    reference.unlink()  # as in a checkpoint of TRL
+    checkpoints.write_manifest(saved)
+    with pytest.raises(ConfigError):
+        trained(str(saved))
