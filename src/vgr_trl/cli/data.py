@@ -41,7 +41,7 @@ from vgr_trl.data.images import MAX_SHORT_SIDE, downloaded
 from vgr_trl.data.inspect import Findings, inspect_rows, page, to_one_line
 from vgr_trl.data.load import MEANT, load_path, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import PromptLengths
-from vgr_trl.data.read_row import FLAGS, keys_of
+from vgr_trl.data.read_row import FLAGS, keys_of, require_columns
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.rewards.answers import LETTERS, completion_text, is_right, resolve_solution, stated_answer
@@ -192,16 +192,19 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
     if flags.model:
         processor = load_processor(flags.model, flags.model_revision, flags.trust_remote_code)
     root = path.parent if path.is_file() else path if path.is_dir() else downloaded()
-    split, loads = load_path(flags.path, flags.split, config=data.dataset_config, streaming=data.dataset_streaming)
+    keys = keys_of(**vars(data))
+    check = partial(require_columns, needs_solution=not flags.no_solution, keys=keys, is_part=True)
+    streaming, config = data.dataset_streaming, data.dataset_config
+    split, loads = load_path(flags.path, flags.split, config=config, streaming=streaming, check=check)
     lengths = None if processor is None else PromptLengths(processor)
-    others = [name for name in loads if name != split and not data.dataset_streaming and flags.max_rows is None]
+    others = [name for name in loads if name != split and not streaming and flags.max_rows is None]
     with readable(flags.path, "the path", only_reads=True):
         rows = loads[split]()
         if flags.max_rows is not None:
             rows = rows.take(min(flags.max_rows, len(rows)) if isinstance(rows, Dataset) else flags.max_rows)
         root = image_root(data, split, rows) if data.image_dir else root
         options = RowOptions(needs_solution=not flags.no_solution, **row_rules(data, root, processor))
-        inspect = partial(inspect_rows, options=options, keys=keys_of(**vars(data)), hashes=bool(others))
+        inspect = partial(inspect_rows, options=options, keys=keys, hashes=bool(others))
         drawing = {"samples": flags.samples, "seed": flags.seed, "limit": flags.max_prompt_length}
         findings = inspect(rows, split=split, lengths=lengths, **drawing)
         for name in others:
