@@ -174,7 +174,7 @@ def _write(
 ) -> None:
     if flags.shuffle_choices:
         rows = shuffle_choices(rows, sides.values(), flags.seed)
-    text = write_rows(rows, sides, columns, working)
+    text = write_rows(rows, sides, columns, working, flags.output_dir)
     left_out = len(rows) - sum(map(len, sides.values()))
     print(f"{text}\nRows are in {flags.output_dir}; {left_out:,} skipped are listed in {flags.output_dir / SKIPPED}.")
     if flags.page:

@@ -5,13 +5,16 @@ import io
 import json
 import os
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from glob import escape
 from itertools import combinations
 from pathlib import Path
 from random import Random
+from shutil import ignore_patterns
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
@@ -372,38 +375,57 @@ def encode_image(value: Any, root: Path, limits: ImageLimits) -> tuple[bytes, Im
 
 
 def prepare_folder(folder: Path, read: Sequence[str | None]) -> TemporaryDirectory[str]:
-    """Return a new temporary folder in the output folder of a command that reads the folders `read`.
+    """Return a new temporary folder beside the output folder of a command that reads the folders `read`.
+
+    First remove what killed commands have left beside it, and restore an output that was about to be replaced.
 
     Raises:
-        ConfigError: `folder` lies in one of them, or holds rows that neither `convert` nor `merge` has written.
+        ConfigError: `folder` cannot be renamed, lies in one of them, or holds rows of another origin.
     """
+    folder = folder.resolve()
+    if folder.is_mount() or Path.cwd().is_relative_to(folder):
+        raise ConfigError(f"output_dir {folder} is a mount point or the working folder: choose a folder within it.")
     for source in read:
-        if source and Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
+        if source and Path(source).is_dir() and folder.is_relative_to(Path(source).resolve()):
             raise ConfigError(f"output_dir {folder} is in {source}, which is read: choose another folder.")
+    prefix, old = f".{folder.name}.unfinished-", _replaced(folder)
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    for path in (old, *folder.parent.glob(f"{escape(prefix)}*")):
+        if path == old or not Path("/proc", path.name.split("-")[-2]).exists():  # its process has ended
+            shutil.rmtree(path, ignore_errors=True)
     for file in row_files(folder):
         is_named_so = re.fullmatch(r"\w+-\d{5}\.parquet", str(file.relative_to(folder)))
         if not is_named_so or not (folder / REPORT).exists():
             raise ConfigError(f"{folder} holds {file.name}, which this command did not write: choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    return TemporaryDirectory(prefix=".unfinished-", dir=folder)
+    return TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=folder.parent)
 
 
-def write_rows(rows: Dataset, sides: Mapping[str, Sequence[int]], columns: list[str], working: Path) -> str:
+def _replaced(folder: Path) -> Path:
+    """Return the name of an output folder while a new one takes its place."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def write_rows(rows: Dataset, sides: Mapping[str, list[int]], columns: list[str], working: Path, folder: Path) -> str:
     """Write the rows of each split in place of an earlier result, and return the report.
 
     Args:
         rows: converted rows.
         sides: split → numbers of its rows.
         columns: of the written rows.
-        working: folder for unfinished files, which are moved to its parent when all are complete.
+        working: folder for unfinished files.
+        folder: output folder, which a copy with the new files replaces when all are complete.
 
     Raises:
         DataError: no row is usable.
     """
     about = rows.select_columns(["source", "solution", "choices", SIZES, REASON, "file", ROW])
-    left_out, folder = [row for row in about if row[REASON] is not None], working.parent
+    folder, made = folder.resolve(), working / "made"
+    left_out = [row for row in about if row[REASON] is not None]
+    shutil.copytree(folder, made, symlinks=True, ignore=ignore_patterns(*(f"{split}-*.parquet" for split in sides)))
     mode = "a" if any(file.name.split("-")[0] not in sides for file in row_files(folder)) else "w"
-    with (folder / SKIPPED).open(mode, encoding="utf-8") as log:
+    with ((made if any(sides.values()) else folder) / SKIPPED).open(mode, encoding="utf-8") as log:
         for row in left_out:
             log.write(json.dumps({"file": row["file"], "row": row[ROW], "reason": row[REASON]}) + "\n")
     if not any(sides.values()):
@@ -415,14 +437,13 @@ def write_rows(rows: Dataset, sides: Mapping[str, Sequence[int]], columns: list[
     for split, side in sides.items():
         for number, start in enumerate(range(0, len(side), ROWS_PER_FILE)):
             part = rows.select(side[start : start + ROWS_PER_FILE]).select_columns(columns)
-            path = working / f"{split}-{number:05d}.parquet"
+            path = made / f"{split}-{number:05d}.parquet"
             part.to_parquet(path, batch_size=ROW_GROUP_ROWS, write_page_checksum=True)  # verified when it is loaded
-    with (folder / REPORT).open(mode, encoding="utf-8") as file:
+    with (made / REPORT).open(mode, encoding="utf-8") as file:
         file.write(text)
-    for path in (path for split in sides for path in folder.glob(f"{split}-*.parquet")):
-        path.unlink()
-    for path in working.glob("*.parquet"):
-        path.replace(folder / path.name)
+    folder.rename(_replaced(folder))
+    made.rename(folder)
+    shutil.rmtree(_replaced(folder))
     return text
 
 
