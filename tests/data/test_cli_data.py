@@ -54,6 +54,7 @@ def test_a_split_gets_a_name_that_is_found_again_beside_others(tmp_path, capsys)
         assert convert(tmp_path, "--dataset_path", tmp_path / "in", "--split", split) == 0
     for split, rows in (("train", 2), ("validation", 3)):
         assert len(load_dataset(str(tmp_path / "out"), split=split, cache_dir=str(tmp_path / "cache"))) == rows
+    assert convert(tmp_path, "--dataset_path", tmp_path / "in", "--subset_size", 0, out="none") == 1
     report = (tmp_path / "out" / "report.txt").read_text(encoding="utf-8")
     assert report.index("train: 2 rows") < report.index("validation: 3 rows")
     other = ("--data_files", tmp_path / "in" / "dev.parquet", "--split", "mine")
@@ -82,6 +83,7 @@ def test_what_the_accuracy_reward_reads_of_completions_is_shown(tmp_path, capsys
         {"output": "4", "solution": None},
     ]
     jsonl(tmp_path / "completions.jsonl", rows)
+    assert run("score", jsonl(tmp_path / "list.jsonl", [[1]])) == 1
     assert run("score", tmp_path / "completions.jsonl") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:13] for line in lines] == ["0: 1 statemen", "1: 0 line 'It", "2: no reward:", "1 of 3 are ri"]

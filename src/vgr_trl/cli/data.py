@@ -141,6 +141,8 @@ def convert_run(flags: argparse.Namespace) -> None:
 
     rows: Any = load_split(asked, **source) if converter.join is None else converter.join(load)
     root, keys, limits = image_root(data, asked, rows), keys_of(**vars(flags)), data.image_limits()
+    if flags.subset_size is not None and flags.subset_size < 1:
+        raise ConfigError(f"subset_size is {flags.subset_size}: give at least 1, or leave the flag out.")
     ids = read_ids(flags.question_id_file) if flags.question_id_file else None
     rules = Rules(converter, source_name(data), keys, root, limits, ids, flags.subset_size)
     columns = columns_of([(rows, rules)], converter.several_images)
@@ -230,6 +232,10 @@ def score_run(flags: argparse.Namespace) -> None:
     counts = Counter[str]()
     for number, line in enumerate(islice(flags.path.read_text("utf-8").splitlines(), flags.limit)):
         row = json.loads(line)
+        if not isinstance(row, dict):
+            raise DataError(
+                f"Line {number + 1} of {flags.path} is {line:.40}: give an object with output and solution."
+            )
         try:
             text = completion_text(row["output"] if "output" in row else row.get("completion"))
             gold = resolve_solution(row.get("solution"), row.get("choices"))

@@ -190,16 +190,23 @@ def shuffle_choices(rows: Dataset, sides: Iterable[Sequence[int]], seed: int) ->
         for row in side:
             if options[row] and not stays_in_order(problems[row], options[row]):
                 others, waiting = list(options[row]), places[len(options[row])]
-                right = others.pop(LETTERS.index(solutions[row]))
+                right = others.pop(_right_options(solutions[row], others)[0])
                 random.shuffle(others)
                 if not waiting:
                     waiting.extend(range(len(options[row])))
                     random.shuffle(waiting)
                 place = waiting.pop()
-                options[row], solutions[row] = [*others[:place], right, *others[place:]], LETTERS[place]
+                options[row] = [*others[:place], right, *others[place:]]
+                solutions[row] = LETTERS[place] if solutions[row] in LETTERS else solutions[row]  # a list has texts
     for name, values in {"choices": options, "solution": solutions}.items():
         rows = rows.remove_columns(name).add_column(name, values, feature=rows.features[name])
     return rows
+
+
+def _right_options(solution: str, choices: Sequence[str]) -> list[int]:
+    """Return the numbers of the options that a converted row accepts, of which a letter is one and a list several."""
+    right = resolve_solution(solution, choices)
+    return [int(answer.index or 0) for answer in (right, *right.others)]
 
 
 def stays_in_order(problem: str, choices: Iterable[str]) -> bool:
@@ -326,7 +333,7 @@ def to_schema(row: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
     solution = right.text if right.index is None else LETTERS[right.index]
     if right.others:
         solution = json.dumps([each.text for each in (right, *right.others)], ensure_ascii=False)
-    elif right.index is not None:
+    if right.index is not None:
         resolve_solution(solution, right.choices or None)  # beside the options, its letter may be ambiguous
     return {
         "source": row["source"] if isinstance(row.get("source"), str) else Path(rules.file).stem,
@@ -470,16 +477,17 @@ def merge(rows: Dataset, test_share: float, seed: int) -> tuple[Dataset, dict[st
     if not 0 <= test_share < 1:
         raise ConfigError(f"test_share is {test_share}: give a number in [0, 1); 0: no split.")
     reasons, images = list(rows[REASON]), dict[int, list[str]]()
-    alike = defaultdict[Any, list[tuple[int, str, list[str]]]](list)  # number, right answer and options
+    alike = defaultdict[Any, list[tuple[int, set[str], list[str]]]](list)  # number, right answers and options
     for number, row in enumerate(rows.select_columns(["problem", "solution", "choices", DIGESTS])):
         if reasons[number] is None:
             choices, problem = [normalise(choice) for choice in row["choices"] or ()], normalise(row["problem"])
-            right = choices[LETTERS.index(row["solution"])] if choices else normalise(row["solution"])
+            right = {choices[place] for place in _right_options(row["solution"], row["choices"])} if choices else set()
+            right = right or {normalise(row["solution"])}
             images[number] = row[DIGESTS] or [problem]
             alike[(*images[number], problem)].append((number, right, choices))
     for same in alike.values():
         contradicts = any(
-            answer != other and ((answer in others and other in choices) or (not choices and not others))
+            answer.isdisjoint(other) and ((answer <= {*others} and other <= {*choices}) or not (choices or others))
             for (_, answer, choices), (_, other, others) in combinations(same, 2)  # both could have been chosen
         )
         for number, *_ in same if contradicts else same[1:]:
