@@ -58,8 +58,6 @@ def demo(argv: Sequence[str]) -> int:
     from vgr_trl.cli.train import check_output_dir, write_identity
     from vgr_trl.demo.demo import run_demo
 
-    if flags.threads < 1:
-        raise ConfigError(f"threads is {flags.threads}: give at least 1.")
     identity = {"command": "demo", "system_prompt": None}
     check_output_dir(flags.output_dir, identity, None, may_repeat=True)
     write_identity(flags.output_dir, identity)
@@ -146,7 +144,6 @@ def report(argv: Sequence[str]) -> int:
     """Write an HTML report with curves and completions of runs; print its path and omissions."""
     from vgr_trl.errors import printable
     from vgr_trl.reporting.page import MEGABYTE, write_report
-    from vgr_trl.reporting.records import refuse_unwritable
 
     parser = _make_parser("report")
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir, or output_file of `evaluate`")
@@ -159,7 +156,6 @@ def report(argv: Sequence[str]) -> int:
         raise ConfigError(f"live is {flags.live}: give an interval of 1 to 86400 seconds.")
     first = flags.runs[0].parent if flags.runs[0].is_file() else flags.runs[0]
     output = flags.output or first / "report.html"
-    refuse_unwritable(output, "output")
     write = partial(write_report, flags.runs, output, max_megabytes=flags.max_megabytes, names=flags.names)
     page = write(live=flags.live)
     print(printable(f"{page.path}: {page.size / MEGABYTE:.1f} MB, {page.records} recorded steps."))

@@ -43,7 +43,7 @@ from vgr_trl.data.load import MEANT, load_path, load_split, parse_data_files, re
 from vgr_trl.data.prompts import PromptLengths
 from vgr_trl.data.read_row import FLAGS, keys_of, require_columns
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.errors import ConfigError, DataError, RewardError
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards.answers import LETTERS, completion_text, is_right, resolve_solution, stated_answer
 
 SOURCE = ("dataset_name", "dataset_config", "dataset_path")
@@ -231,15 +231,11 @@ def score_run(flags: argparse.Namespace) -> None:
     """Print for each completion its accuracy reward, the rule and words of its answer or why it has none."""
     counts = Counter[str]()
     for number, line in enumerate(islice(flags.path.read_text("utf-8").splitlines(), flags.limit)):
-        row = json.loads(line)
-        if not isinstance(row, dict):
-            raise DataError(
-                f"Line {number + 1} of {flags.path} is {line:.40}: give an object with output and solution."
-            )
         try:
+            row = dict(json.loads(line))
             text = completion_text(row["output"] if "output" in row else row.get("completion"))
             gold = resolve_solution(row.get("solution"), row.get("choices"))
-        except RewardError as error:
+        except (TypeError, ValueError) as error:  # of a line that is no object, or an answer that cannot be read
             counts["no reward"] += 1
             print(to_one_line(f"{number}: no reward: {error}"))
             continue

@@ -206,7 +206,7 @@ def shuffle_choices(rows: Dataset, sides: Iterable[Sequence[int]], seed: int) ->
 def _right_options(solution: str, choices: Sequence[str]) -> list[int]:
     """Return the numbers of the options that a converted row accepts, of which a letter is one and a list several."""
     right = resolve_solution(solution, choices)
-    return [int(answer.index or 0) for answer in (right, *right.others)]
+    return [int(answer.index or 0) for answer in (right, *right.others) if choices]
 
 
 def stays_in_order(problem: str, choices: Iterable[str]) -> bool:
@@ -285,7 +285,11 @@ def convert_rows(rows: Dataset, rules: Rules, columns: Sequence[str], folder: st
     given = {"rows": undecoded(rows), "rules": rules, "columns": tuple(features), "places": places}
     options = {"cache_dir": str(folder), "fingerprint": rows._fingerprint, "num_proc": workers or None}
     with readable(rules.file, "the source"):
-        return cast("Dataset", Dataset.from_generator(_convert, features, gen_kwargs=given, **options))
+        try:
+            return cast("Dataset", Dataset.from_generator(_convert, features, gen_kwargs=given, **options))
+        except Exception as error:  # `datasets` hides Ctrl-C behind the time-out of its workers
+            hidden = error.__context__
+            raise (hidden if isinstance(hidden, KeyboardInterrupt) else error) from error.__cause__
 
 
 def _convert(places: Sequence[int], rows: Dataset, rules: Rules, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -481,7 +485,7 @@ def merge(rows: Dataset, test_share: float, seed: int) -> tuple[Dataset, dict[st
     for number, row in enumerate(rows.select_columns(["problem", "solution", "choices", DIGESTS])):
         if reasons[number] is None:
             choices, problem = [normalise(choice) for choice in row["choices"] or ()], normalise(row["problem"])
-            right = {choices[place] for place in _right_options(row["solution"], row["choices"])} if choices else set()
+            right = {choices[place] for place in _right_options(row["solution"], row["choices"])}
             right = right or {normalise(row["solution"])}
             images[number] = row[DIGESTS] or [problem]
             alike[(*images[number], problem)].append((number, right, choices))
