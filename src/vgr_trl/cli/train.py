@@ -59,7 +59,7 @@ from vgr_trl.data.read_row import FLAGS
 from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitError, error_text
 from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
-from vgr_trl.prepare import reads_boxes
+from vgr_trl.prepare import read_context, reads_boxes
 from vgr_trl.reporting.console import format_duration, print_record, progress_lines
 from vgr_trl.reporting.recorded_rows import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
@@ -187,6 +187,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
         on_skipped=lambda row: report_skipped([row] if is_main else [], skipped_file, "a"),
         processor=processor,
         boxes=reads_boxes(config, reward_funcs),
+        context=read_context(config),
         full_images="sharper" in config.row_views.values(),
     )
     order = config.seed if config.shuffle_dataset else None
