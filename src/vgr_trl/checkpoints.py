@@ -70,8 +70,9 @@ def checksum(path: Path) -> str:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the files and checksums of a checkpoint's manifest, or None if the manifest is missing or unreadable."""
     try:
-        return {"checksums": {}, **json.loads((folder / MANIFEST).read_text(encoding="utf-8"))}  # older ones have none
-    except (OSError, ValueError):
+        read = {"checksums": {}, **json.loads((folder / MANIFEST).read_text(encoding="utf-8"))}  # older ones have none
+        return read | {"files": dict(read["files"]), "checksums": dict(read["checksums"])}
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

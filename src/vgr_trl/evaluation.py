@@ -19,9 +19,9 @@ from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
-from vgr_trl.errors import ConfigError, DataError, RewardError
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.patching import evaluating, keep_random_state, patched_attribute
-from vgr_trl.rewards.answers import Solution, decode_with_tags, resolve_solution, states_answer
+from vgr_trl.rewards.answers import decode_with_tags, states_answer, usable_solution
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
 from vgr_trl.rewards.loading import check_callable, fit_arguments, reward_name
 from vgr_trl.rewards.phrases import normalise
@@ -63,7 +63,7 @@ def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, 
     """
     completions = [greedy, *sampled]
     correct, well_formed = grade_completions(row, completions), think_format_reward(completions)
-    solution = read_solution(row)
+    solution = usable_solution(row)
     return {
         **{key: row[key] for key in ("id", "source", "problem", "solution") if key in row},
         "greedy": greedy,
@@ -81,14 +81,6 @@ def grade_completions(row: Mapping[str, Any], completions: list[str]) -> list[fl
     """Return the accuracy of each completion: 1, 0, or None without a usable solution."""
     columns = {key: [row[key]] * len(completions) for key in ("solution", "choices", "label_idx") if key in row}
     return accuracy_reward(completions, **columns)
-
-
-def read_solution(row: Mapping[str, Any]) -> Solution | None:
-    """Return the reference answer of a row, or None if it is unusable."""
-    try:
-        return resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
-    except RewardError:
-        return None
 
 
 def compute_rewards(
@@ -335,7 +327,7 @@ def evaluate(
         ConfigError: `group_by` is not a column.
         DataError: no row has a usable solution, or there are no images to blank.
     """
-    if not any(read_solution(row) is not None for row in rows):
+    if not any(usable_solution(row) is not None for row in rows):
         raise DataError(f"None of the {len(rows)} rows has a usable `solution`: give a letter, an index or a text.")
     if group_by is not None and group_by not in rows[0]:
         raise ConfigError(f"group_by is {group_by!r}: give one of the columns {', '.join(rows[0])}.")

@@ -33,6 +33,11 @@ def test_a_finished_run_of_trl_and_a_file_are_refused_too(tmp_path):
             check_output_dir(folder, RUN, None)
     with pytest.raises(ConfigError):
         resolve_checkpoint("latest", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for text in ("[1]", "{", "7"):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(ConfigError):
+            check_output_dir(tmp_path, RUN, "latest")
 
 
 @pytest.fixture

@@ -88,6 +88,8 @@ def test_a_reward_that_names_label_idx_gets_it_where_there_are_choices():
         check_callable(mc_idx_reward, ["prompt", "solution"])
     columns = {"completions": ["", "", ""], "choices": [["a", "b"], ["c", "d"], None], "solution": ["B", "c", "7"]}
     assert wrap_reward(mc_idx_reward, "mine", print)(**columns) == [1, 0, -1]
+    unusable = {"completions": ["", ""], "choices": [["a", "b"], ["a", "a"]], "solution": ["c", "A"]}
+    assert wrap_reward(mc_idx_reward, "mine", print)(**unusable) == [-1, -1]  # which the accuracy reward skips
     assert wrap_reward(mc_idx_reward, "mine", print)(**columns, label_idx=[4, 4, 4]) == [4, 4, 4]
 
 

@@ -57,10 +57,10 @@ from vgr_trl.data.convert import train_test_split
 from vgr_trl.data.load import MEANT, parse_data_files, readable
 from vgr_trl.data.prompts import PromptTemplate
 from vgr_trl.data.read_row import FLAGS
-from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitError
+from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitError, error_text
 from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
-from vgr_trl.prepare import reads_boxes
+from vgr_trl.prepare import read_context, reads_boxes
 from vgr_trl.reporting.console import format_duration, print_record, progress_lines
 from vgr_trl.reporting.recorded_rows import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
@@ -189,6 +189,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
         on_skipped=lambda row: report_skipped([row] if is_main else [], skipped_file, "a"),
         processor=processor,
         boxes=reads_boxes(config, reward_funcs),
+        context=read_context(config),
         full_images="sharper" in config.row_views.values(),
     )
     order = config.seed if config.shuffle_dataset else None
@@ -321,7 +322,10 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
     """
     refuse_unwritable(output_dir, "output_dir", is_folder=True)
     file = output_dir / RUN_FILE
-    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() and (resume or may_repeat) else {}
+    try:
+        before = dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() and (resume or may_repeat) else {}
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file} is no object of JSON ({error_text(error)}): choose another output_dir.") from error
     if resume is None and before != identity:
         # A run that failed before its first checkpoint leaves nothing to lose.
         present = [path.name for name in (*TRACES, "checkpoint-*") for path in sorted(output_dir.glob(name))]

@@ -7,7 +7,7 @@ the reference answer of a row. The rules are `Stated answer` in definitions.md. 
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -650,6 +650,14 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
             raise RewardError(f"solution is {excerpt(solution)}: give a list of texts, or one of numbers")
     first, *others = dict.fromkeys(_resolve_one(each, options) for each in accepted)
     return replace(first, others=tuple(others))
+
+
+def usable_solution(row: Mapping[str, Any]) -> Solution | None:
+    """Return the reference answer of a row with the columns of `resolve_solution`, or None if it is unusable."""
+    try:
+        return resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
+    except RewardError:
+        return None
 
 
 def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:

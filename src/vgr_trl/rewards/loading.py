@@ -20,7 +20,7 @@ from typing import Any
 from vgr_trl import registries
 from vgr_trl.errors import ConfigError, RewardError, VGRError, error_text
 from vgr_trl.processes import kill_workers, pool
-from vgr_trl.rewards.answers import completion_text, excerpt, resolve_solution
+from vgr_trl.rewards.answers import completion_text, excerpt, usable_solution
 from vgr_trl.rewards.functions import (
     WholeGroups,
     accuracy_reward,
@@ -447,8 +447,9 @@ def fit_arguments(reward: Any, columns: dict[str, Any]) -> dict[str, Any]:
     is_known = "label_idx" not in columns and {"choices", "solution"} <= columns.keys()
     if not is_known or not _names_argument(reward, "label_idx"):
         return columns
-    rows = zip(columns["solution"], columns["choices"], strict=True)
-    return {**columns, "label_idx": [resolve_solution(right, each).index if each else None for right, each in rows]}
+    pairs = zip(columns["solution"], columns["choices"], strict=True)
+    read = [usable_solution({"solution": right, "choices": choices}) if choices else None for right, choices in pairs]
+    return {**columns, "label_idx": [right and right.index for right in read]}
 
 
 @contextmanager

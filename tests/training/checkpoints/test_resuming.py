@@ -47,6 +47,8 @@ def test_latest_without_any_checkpoint_starts_at_the_beginning(tmp_path):
         (lambda path: (path / "optimizer.pt").write_bytes(b"\0" * 25), "optimizer.pt has 25 bytes instead of 24"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"\0" * 24), "optimizer.pt is damaged"),
         (lambda path: (path / checkpoints.MANIFEST).write_text("{"), "manifest.json.* is missing"),
+        (lambda path: (path / checkpoints.MANIFEST).write_text("[1]"), "manifest.json.* is missing"),
+        (lambda path: (path / checkpoints.MANIFEST).write_text('{"files": 3}'), "manifest.json.* is missing"),
         (lambda path: (path / checkpoints.MANIFEST).unlink(), "manifest.json.* is missing"),
     ],
 )
