@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -372,11 +373,25 @@ class ResumableTrainer(GRPOTrainer):
         return self.train_sampler  # type: ignore[no-any-return]
 
     def _evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
-        """Evaluate; return no metrics if SIGTERM has ended the evaluation."""
-        with suppress(EvaluationStopped):
-            return super()._evaluate(*args, **options)
+        """Evaluate; after SIGTERM return no metrics, as the resumed run evaluates from the same random state."""
+        with TemporaryDirectory() as before:
+            super()._save_rng_state(before)
+            with suppress(EvaluationStopped):
+                if not self.termination.stopped:
+                    return super()._evaluate(*args, **options)
+            super()._load_rng_state(before)
         self._metrics["eval"].clear()
+        # The end of an epoch is also reported to a run that stops within it.
+        due = self.args.eval_strategy != "epoch" or float(self.state.epoch or 0).is_integer()
+        self.control.should_save = self.control.should_evaluate = due
         return {}
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Load the random state, and then make the evaluation that SIGTERM has ended after the checkpoint's step."""
+        super()._load_rng_state(checkpoint)
+        is_due = vars(self.state)["stateful_callbacks"]["TrainerControl"]["args"]["should_evaluate"]
+        if is_due and self._determine_best_metric(self._evaluate(None, None), None):
+            self.state.best_model_checkpoint = checkpoint
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Return whether to save the best checkpoint: after an evaluation that SIGTERM has ended, too."""
@@ -566,13 +581,10 @@ def _continue_generation(trainer: ResumableTrainer, folder: Path, micro_batch: i
     place = share.get("micro_batch", micro_batch), share.get("of", every)
     if not share or place[0] * every != micro_batch * place[1]:
         window = trainer.args.gradient_accumulation_steps
-        raise ConfigError(
-            f"{folder} was saved after {place[0]} of {place[1]} micro-batches of a generation batch and has the "
-            f"completions of {saved} processes; with these options they are {micro_batch} of {every}, in {processes} "
-            "processes. Continue with the number of processes, steps_per_generation, num_iterations, batch size and "
-            "gradient_accumulation_steps that it was saved with, or from a checkpoint whose step is a multiple of "
-            f"{every // window if every % window == 0 else every}."
-        )
+        was = f"was saved after {place[0]} of {place[1]} micro-batches of a rollout by {saved} processes"
+        options = "processes and options of batches that it was saved with"
+        whole = f"a checkpoint whose step is a multiple of {every // window if every % window == 0 else every}"
+        raise ConfigError(f"{folder} {was}, now {micro_batch} of {every} by {processes}: give {options}, or {whole}.")
     inputs = share["inputs"]
     if place[1] != every:
         from vgr_trl.patches.trl import split_anew

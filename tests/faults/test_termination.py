@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,26 +141,45 @@ def test_a_signal_to_a_trainer_saves_and_goes_to_the_users_handler(text_trainer,
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("saves", ["steps", "best"])
-def test_a_signal_during_an_evaluation_ends_it_after_its_batch(text_trainer, text_rows, tmp_path, saves):
-    judged = []
+@pytest.mark.parametrize(("saves", "signalled"), [("steps", "evaluation"), ("best", "evaluation"), ("steps", "step")])
+def test_a_signal_leaves_an_evaluation_to_the_resumed_run(
+    text_trainer, text_model, text_rows, tmp_path, saves, signalled
+):
+    """It ends an evaluation after its batch, and the step before one. The resumed run is the uninterrupted one."""
+    judged, at = [], ("evaluation", 1) if signalled == "evaluation" else ("step", 0)
 
-    def reward(completions, trainer_state, **kwargs):
-        if trainer_state.global_step == 1:
-            judged.append(len(completions))
-        if len(judged) == 1:
-            signal.raise_signal(signal.SIGTERM)
-        return [float(len(completion[0]["content"]) % 2) for completion in completions]
+    def trained(folder, checkpoint=None, ends=False):
+        judged.clear()
 
-    trainer = text_trainer(
-        reward, eval_rows=text_rows, max_steps=3, num_generations_eval=2, eval_strategy="steps", eval_steps=1,
-        save_strategy=saves, save_steps=1, load_best_model_at_end=True,
-    )  # fmt: skip
-    trainer.train()
-    assert (trainer.state.global_step, trainer.termination.stopped, judged) == (1, True, [8])
-    assert logged(trainer, "eval_reward") == []
+        def reward(completions, trainer_state, **kwargs):
+            kind = "step" if trainer.model.training else "evaluation"
+            judged.append((kind, trainer_state.global_step))
+            if ends and judged.count(at) == 1 and judged[-1] == at:
+                signal.raise_signal(signal.SIGTERM)
+            return [float(len(completion[0]["content"]) % 2) for completion in completions]
+
+        trainer = text_trainer(
+            reward, eval_rows=text_rows, max_steps=3, num_generations_eval=2, eval_strategy="steps", eval_steps=1,
+            save_strategy=saves, save_steps=1, load_best_model_at_end=True, output_dir=tmp_path / folder,
+            model=deepcopy(text_model),
+        )  # fmt: skip
+        trainer.train(checkpoint)
+        return trainer
+
+    whole = trained("whole")
+    evaluations = judged.count(("evaluation", 1))
+    ended = trained("run", ends=True)
+    assert (ended.state.global_step, ended.termination.stopped) == (1, True)
+    assert judged.count(("evaluation", 1)) == (signalled == "evaluation") < evaluations
+    assert logged(ended, "eval_reward") == []
     assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["checkpoint-1"]
-    assert "eval_reward" in trainer.evaluate()
+    assert "eval_reward" in ended.evaluate()
+    resumed = trained("run", checkpoint="latest")
+    for name in ("loss", "eval_reward"):
+        assert logged(resumed, name) == logged(whole, name)
+    assert resumed.state.best_global_step == whole.state.best_global_step
+    states = [trainer.model.state_dict() for trainer in (resumed, whole)]
+    assert all(states[0][name].equal(value) for name, value in states[1].items())
 
 
 def test_a_training_that_fails_leaves_signals_as_they_were_and_one_in_a_thread_takes_none(text_trainer):

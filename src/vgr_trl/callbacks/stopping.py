@@ -57,10 +57,9 @@ class SaveOnTermination(TrainerCallback):
             self._before = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save and stop, without an evaluation, if any process got the signal."""
+        """Save and stop if any process got the signal."""
         if self._is_asked():
             self.stopped = control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """End an evaluation, save and stop if any process got the signal."""
@@ -115,12 +114,8 @@ class FiniteUpdates(TrainerCallback):
         self._step_metrics.updates_skipped += 1
         step = state.global_step + 1
         if self._streak == LONGEST:
-            raise NotFiniteError(
-                f"The gradient was NaN or infinite in {LONGEST} steps in a row, up to step {step}: continue from the "
-                "newest checkpoint with a lower learning_rate or max_grad_norm, or use torch.autograd.detect_anomaly."
-            )
+            found = f"The gradient was NaN or infinite in {LONGEST} steps in a row, up to step {step}"
+            raise NotFiniteError(f"{found}: resume with a lower learning_rate or max_grad_norm.")
         if self._streak == 1 and state.is_world_process_zero:
-            logger.warning(
-                f"The gradient of step {step} is NaN or infinite: the update is skipped (metric skipped/updates). "
-                f"{LONGEST} such steps in a row end the run."
-            )
+            found = f"The gradient of step {step} is NaN or infinite: the update is skipped (skipped/updates)"
+            logger.warning(f"{found}. {LONGEST} in a row end the run.")
