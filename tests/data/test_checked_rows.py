@@ -69,6 +69,19 @@ def test_a_special_token_of_the_tokenizer_in_a_text_is_a_reason():
     ready_row(row, RowOptions(special=special, system_prompt="<|im_end|>"))
 
 
+def test_special_tokens_that_no_template_writes_may_stand_in_a_prompt():
+    """Control tokens of a template that was applied before are refused, and messages asked for."""
+    processor = build_processor([])
+    processor.tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
+    options = RowOptions(special=special_tokens(processor))
+    asked_for = {"role": "user", "content": "Reason within <think></think>."}
+    ready_row({"prompt": [asked_for], "solution": "x"}, options)
+    applied = processor.apply_chat_template([asked_for], add_generation_prompt=True)
+    for row in ({"problem": applied}, {"prompt": applied}):
+        with pytest.raises(DataError, match="give messages"):
+            ready_row({**row, "solution": "x", "image": picture()}, options)
+
+
 def test_a_shuffled_stream_waits_with_undecoded_images(pictures):
     lines = [{"id": f"q{number}", "problem": "q", "solution": "x", "image": "red.png"} for number in range(200)]
     lines[7]["image"] = "missing.png"

@@ -206,10 +206,16 @@ def build_prompt(
 
 
 def special_tokens(processor: Any) -> re.Pattern[str] | None:
-    """Return a pattern that finds the special tokens of a processor or tokenizer, None if it has none."""
+    """Return a pattern that finds the special tokens that no text of a row may hold, None if there are none.
+
+    They are placeholders and control tokens: tokens that the tokenizer or processor names or the chat template writes.
+    Others, such as a `<think>` that was added to the tokenizer, may stand in a text.
+    """
     tokenizer = getattr(processor, "tokenizer", processor)
+    texts = [str(tokenizer.chat_template), *(text for text in vars(processor).values() if isinstance(text, str))]
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    found = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+    found = {token.content for token in added if token.special and token.content in "\n".join(texts)}
+    found |= {*tokenizer.special_tokens_map.values()}
     found |= {str(getattr(processor, f"{kind}_token", None) or "") for kind in ("image", "video", "audio")}
     longest_first = sorted(found - {""}, key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -223,10 +229,10 @@ def refuse_special_tokens(special: re.Pattern[str] | None, conversation: Message
         conversation: the prompt.
         context: what the column `privileged_context` adds to it for a teacher, a text without placeholders.
     """
-    told = "" if context is None else context
+    told = context or ""
     if not isinstance(told, str) or len(told) > LONGEST_CONTEXT or PLACEHOLDER in told:
-        form = f"a text of at most {LONGEST_CONTEXT} characters without {PLACEHOLDER}, or None"
-        raise DataError(f"its privileged_context is {context!r:.80}: give {form}")
+        accepted = f"up to {LONGEST_CONTEXT} characters without {PLACEHOLDER}"
+        raise DataError(f"its privileged_context is {context!r:.80}: give {accepted}")
     for text in (told, *texts_of(placed(conversation))):
         if special is not None and (found := special.search(text)):
             token = f"{found[0]!r}, which the model's tokenizer reads as a special token"
