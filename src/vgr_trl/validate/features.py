@@ -295,6 +295,8 @@ def announce(trainer: ConstructedTrainer, facts: RunFacts) -> None:
     shared = features.share_generation.enabled or features.share_training.enabled
     if shared and has_active_dropout(facts.model, when_training=True):
         logger.warning("Where prompts are shared, the completions of a prompt share the dropout drawn over it.")
+    if facts.is_sharded and args.sync_ref_model:
+        logger.warning("ZeRO-3 and FSDP save no reference of sync_ref_model: this run cannot be resumed.")
     if facts.is_vlm:
         logger.info(str(trainer.vision_cache))
     for name, why in trainer.idle_options.items():

@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from vgr_trl import checkpoints
 from vgr_trl.errors import ConfigError
+from vgr_trl.run_facts import read_facts
+from vgr_trl.validate.features import announce
 
 RESUMED = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1}
 
@@ -220,3 +223,12 @@ def test_a_reference_that_follows_the_policy_is_saved(vision_trainer, tmp_path):
     checkpoints.write_manifest(saved)
     with pytest.raises(ConfigError):
         trained(str(saved))
+
+
+def test_a_reference_in_parts_is_announced_as_not_saved(vision_trainer, caplog):
+    trainer = vision_trainer(beta=0.5, sync_ref_model=True)
+    facts = read_facts(trainer)
+    for stage in (2, 3):
+        caplog.clear()
+        announce(trainer, replace(facts, zero_stage=stage))
+        assert ("sync_ref_model" in caplog.text) == (stage == 3)
