@@ -21,6 +21,7 @@ from pathlib import Path
 from vgr_trl import __version__
 from vgr_trl.atomic_files import naming_full_disk
 from vgr_trl.errors import ConfigError, VGRError, naming_torchvision
+from vgr_trl.options import check_value
 from vgr_trl.recipes import TEMPLATES, read_recipe, recipe_file, recipe_names
 
 RECIPES_LEGEND = """
@@ -53,6 +54,7 @@ def demo(argv: Sequence[str]) -> int:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device (default cpu)")
     flags = parser.parse_args(argv)
+    check_value("threads", flags.threads, int, ge=1)
     _announce_command("demo")
     from vgr_trl.checkpoints import lock_folder
     from vgr_trl.cli.arguments import keep_offline
@@ -80,11 +82,9 @@ def quickstart(argv: Sequence[str]) -> int:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/quickstart"), help="(default runs/quickstart)")
     flags, more = parser.parse_known_args(argv)
     if flags.model is None:
-        raise ConfigError(
-            "Give --model, such as Qwen/Qwen3-VL-4B-Instruct on a GPU. On a CPU, run vgr-trl init --laptop, which "
-            "writes a tiny model and questions, then vgr-trl quickstart tiny_vlm/train.parquet --model tiny_vlm/model "
-            "--system_prompt_file none."
-        )
+        command = "vgr-trl quickstart tiny_vlm/train.parquet --model tiny_vlm/model --system_prompt_file none"
+        cure = f"on a CPU, run vgr-trl init --laptop, which writes a tiny model, then {command}"
+        raise ConfigError(f"Give --model, such as Qwen/Qwen3-VL-4B-Instruct on a GPU; {cure}.")
     _announce_command("quickstart")
     import torch
 
@@ -154,8 +154,7 @@ def report(argv: Sequence[str]) -> int:
     parser.add_argument("--max_megabytes", type=float, default=9.5, help="maximum size, 1 to 100 (default 9.5)")
     parser.add_argument("--live", type=float, metavar="SECONDS", help="rewrite the page at this interval until Ctrl-C")
     flags = parser.parse_args(argv)
-    if flags.live is not None and not 1 <= flags.live <= 86400:
-        raise ConfigError(f"live is {flags.live}: give an interval of 1 to 86400 seconds.")
+    check_value("live", flags.live, float | None, ge=1, le=86400)
     first = flags.runs[0].parent if flags.runs[0].is_file() else flags.runs[0]
     output = flags.output or first / "report.html"
     write = partial(write_report, flags.runs, output, max_megabytes=flags.max_megabytes, names=flags.names)

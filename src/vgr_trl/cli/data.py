@@ -44,6 +44,7 @@ from vgr_trl.data.prompts import PromptLengths
 from vgr_trl.data.read_row import FLAGS, keys_of, require_columns
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.options import check_value
 from vgr_trl.reporting.records import refuse_unwritable
 from vgr_trl.rewards.answers import LETTERS, completion_text, is_right, resolve_solution, stated_answer
 
@@ -142,8 +143,7 @@ def convert_run(flags: argparse.Namespace) -> None:
 
     rows: Any = load_split(asked, **source) if converter.join is None else converter.join(load)
     root, keys, limits = image_root(data, asked, rows), keys_of(**vars(flags)), data.image_limits()
-    if flags.subset_size is not None and flags.subset_size < 1:
-        raise ConfigError(f"subset_size is {flags.subset_size}: give at least 1, or leave the flag out.")
+    check_value("subset_size", flags.subset_size, int | None, ge=1)
     ids = read_ids(flags.question_id_file) if flags.question_id_file else None
     rules = Rules(converter, source_name(data), keys, root, limits, ids, flags.subset_size)
     columns = columns_of([(rows, rules)], converter.several_images)

@@ -12,6 +12,7 @@ from vgr_trl.config_converters.key_tables import EASYR1_KEYS
 from vgr_trl.config_converters.mtrl import MTRL_SECTIONS, easyr1_name
 from vgr_trl.config_converters.verl import VERL_RENAMED_KEYS
 from vgr_trl.errors import ConfigError, error_text
+from vgr_trl.options import check_value
 from vgr_trl.patching import patched_attribute
 from vgr_trl.recipes import naming_yaml_errors, parse_yaml, read_options
 
@@ -79,9 +80,8 @@ class Conversion:
     def read_integer(self, key: str, least: int = 1) -> int:
         """Return the value of a key as an integer of at least `least`, or raise `ConfigError`."""
         value = self[key]
-        if not isinstance(value, int) or value < least:
-            raise ConfigError(f"{self.name(key)} is {value!r}: give an integer of at least {least}.")
-        return value
+        check_value(self.name(key), value, int, ge=least)
+        return int(value)
 
     def read_choice(self, key: str, *known: Any) -> Any:
         """Return the value of a key if it is one of `known`; else record the refusal and return the first of them."""

@@ -12,6 +12,7 @@ from jinja2 import Environment
 
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.errors import ConfigError, DataError, printable
+from vgr_trl.options import check_value
 from vgr_trl.reporting.console import QUANTITIES, VERDICTS, color_tokens, format_number, format_rewards, position_colour
 from vgr_trl.reporting.records import Completion, Run, read_run, read_thumbnail, records_folder, refuse_unwritable
 
@@ -52,8 +53,7 @@ def show_completion(
     if color_by not in QUANTITIES:
         raise ConfigError(f"color_by is {color_by!r}: give {', '.join(QUANTITIES)}.")
     count = len(completion.tokens)
-    if token is not None and not -count <= token < count:
-        raise ConfigError(f"token is {token}, and the completion has {count} tokens: give one in [{-count}, {count}).")
+    check_value("token", token, int | None, ge=-count, lt=count)
     known = [value for value in completion.per_token()[color_by] or () if value is not None]
     html = _TEMPLATE.render(
         completion=completion,

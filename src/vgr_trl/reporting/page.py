@@ -16,6 +16,7 @@ import numpy as np
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.collapse import first_signs
+from vgr_trl.options import check_value
 from vgr_trl.reporting.records import (
     DAMAGED_ERRORS,
     LOGS_FILE,
@@ -88,8 +89,7 @@ def write_report(
             something other than a page.
         DataError: a run has no records, or a later release wrote them.
     """
-    if not MIN_MEGABYTES <= max_megabytes <= MAX_MEGABYTES:
-        raise ConfigError(f"max_megabytes is {max_megabytes}: give a number in [{MIN_MEGABYTES:g}, {MAX_MEGABYTES:g}].")
+    check_value("max_megabytes", max_megabytes, float, ge=MIN_MEGABYTES, le=MAX_MEGABYTES)
     if names is not None and len(names) != len(runs):
         raise ConfigError(f"There are {len(names)} names for {len(runs)} runs: give one name per run, in order.")
     template, path = load_template(), Path(path)
