@@ -374,10 +374,8 @@ class CreditOptions(PerturbationOptions):
         values = [self.plugin_values(plugin) for plugin in plugins]
         known = sorted({name for own in values if own is not self for name in vars(own)})
         for name in read_mapping("plugin_options", self.plugin_options).keys() - set(known):
-            raise ConfigError(
-                f"plugin_options has {name!r}, but the plug-ins named have {', '.join(known) or 'no options'}. "
-                "Options of rewards go to reward_function_kwargs, in Python to vgr_trl.rewards.load_reward."
-            )
+            accepted = f"{', '.join(known) or 'none'} to the plug-ins named, and options of rewards"
+            raise ConfigError(f"plugin_options has {name!r}: give {accepted} in reward_function_kwargs.")
         self.readers()
 
     @property

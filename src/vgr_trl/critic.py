@@ -204,10 +204,7 @@ class Critic:
             return
         state = torch.load(folder / FILE, map_location="cpu", weights_only=True)
         if set(state["parameters"]) != set(self.named):
-            raise ConfigError(
-                f"The critic in {folder} has other parameters: give the options of critic, model and adapter that it "
-                "was saved with, or an earlier checkpoint."
-            )
+            raise ConfigError(f"The critic in {folder} has other parameters: give its model, adapter and options.")
         self.module.load_state_dict(state["parameters"], strict=False)  # frozen weights are not saved
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]

@@ -289,10 +289,7 @@ class FullKL:
     def __init__(self, policy: nn.Module, reference: nn.Module | None, temperature: float) -> None:
         causal = causal_model(policy)
         if reference is None and isinstance(causal.get_output_embeddings(), AuxiliaryTrainingWrapper):
-            raise ConfigError(
-                "kl_penalty is full with an adapter that trains the model's head, which the reference would share: "
-                "leave the head out of modules_to_save, or use low_var_kl."
-            )
+            raise ConfigError("kl_penalty is full, but an adapter trains the head: use low_var_kl, or leave it out.")
         self._policy, self._reference = causal, causal if reference is None else causal_model(reference)
         self._temperature = temperature
 

@@ -118,11 +118,9 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
         logps, blank_logps, engine, compared[rows.start : rows.stop].to(logps.device), accelerator.gather
     )
     if use.tokens and use.largest < UNCHANGED:
-        raise DataError(
-            f"The log-probabilities of {use.tokens} tokens do not change with a blank image, so the model does not "
-            "use its images: check that it reads pixel_values and that the processor passes them on, or set "
-            "check_pixels to False to train anyway."
-        )
+        unused = "tokens do not change with a blank image, so the model does not use its images"
+        cure = "check that processor and model pass pixel_values on; check_pixels=False trains anyway"
+        raise DataError(f"The log-probabilities of {use.tokens} {unused}: {cure}.")
     if accelerator.is_main_process:
         logger.warning(use.describe())
     metrics = {"pixels/change": use.change, "pixels/engine_distance": use.engine}

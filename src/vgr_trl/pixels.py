@@ -29,10 +29,8 @@ class UnknownParts(DataError):
     """Pixel inputs cannot be assigned to rows with certainty; `reason` is part of a sentence."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"The images of a batch cannot be assigned to its rows ({reason}): give num_images, and num_tiles where "
-            "images are cut into tiles, one number for each row."
-        )
+        cure = "give num_images, and num_tiles of images in tiles, one number for each row"
+        super().__init__(f"The images of a batch cannot be assigned to its rows ({reason}): {cure}.")
         self.reason = reason
 
 

@@ -41,11 +41,9 @@ def naming_silent_process(timeout: int, step: Callable[[], int]) -> Iterator[Non
         is_lost = ("gloo" in text or "NCCL" in text) and _LOST_PROCESS.search(text) is not None
         if not (is_lost and distributed.is_available() and distributed.is_initialized()):
             raise
-        raise ProcessError(
-            f"Another of the {distributed.get_world_size()} processes has ended, or has not answered for "
-            f"ddp_timeout={timeout} seconds, at step {step()}: see its last log lines, or whether it hangs (in a "
-            "reward, which reward_timeout names), end them all, and continue with resume_from_checkpoint latest."
-        ) from error
+        lost = f"has ended, or has not answered for ddp_timeout={timeout} seconds, at step {step()}"
+        cure = "see its log, or set reward_timeout if a reward hangs, and continue with resume_from_checkpoint latest"
+        raise ProcessError(f"Another of the {distributed.get_world_size()} processes {lost}: {cure}.") from error
 
 
 def pool(workers: int) -> ProcessPoolExecutor:

@@ -102,10 +102,8 @@ class Rows:
         columns = {name: value for name, value in entries.items() if not _is_per_batch(value)}
         for name, value in columns.items():
             if not isinstance(value, torch.Tensor | list | tuple) or len(value) != count:
-                raise DataError(
-                    f"The batch has {name}, which cannot be assigned to its {count} rows: give a tensor or a list with "
-                    "one entry per row, or a single number."
-                )
+                cure = f"give a tensor or a list with an entry for each of {count} rows, or a number"
+                raise DataError(f"The batch has {name}, which cannot be assigned to its rows: {cure}.")
         return cls(prompt_length, completion_length, columns, images, one_per_row)
 
     def width(self, name: str) -> int:
@@ -210,10 +208,8 @@ def _pad_column(name: str, parts: Sequence[Rows], joined: Rows, pad_token_id: in
 
 
 def _missing_column_error(name: str) -> DataError:
-    return DataError(
-        f"A stored group has no {name}, which the batch has: it was stored with other options, so "
-        "continue with the options of that run, or start with an empty replay buffer."
-    )
+    cure = "resume with the options that it was stored with, or start with an empty replay buffer"
+    return DataError(f"A stored group has no {name}, which the batch has: {cure}.")
 
 
 @dataclass(frozen=True)
@@ -455,10 +451,8 @@ def pixels_of_rows(
     parts = parts_by_counts(given, [len(of_prompt or ()) for of_prompt in images], tiles)["pixel_values"]
     rows = [pixels[parts[index]] for index in own]
     if joined(rows).shape != like.shape:
-        raise DataError(
-            f"Perturbed images give pixel_values of shape {tuple(joined(rows).shape)}, images {tuple(like.shape)}: "
-            "switch off options that perturb images for this processor."
-        )
+        found = f"pixel_values of shape {tuple(joined(rows).shape)}, images {tuple(like.shape)}"
+        raise DataError(f"Perturbed images give {found}: switch off options that perturb images for this processor.")
     return rows
 
 

@@ -57,13 +57,13 @@ from vgr_trl.data.convert import train_test_split
 from vgr_trl.data.load import MEANT, parse_data_files, readable
 from vgr_trl.data.prompts import PromptTemplate
 from vgr_trl.data.read_row import FLAGS
-from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitError, error_text
+from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitError
 from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
 from vgr_trl.prepare import read_context, reads_boxes
 from vgr_trl.reporting.console import format_duration, print_record, progress_lines
 from vgr_trl.reporting.recorded_rows import RecordBeforeTraining, needs_record_before_training
-from vgr_trl.reporting.records import read_run, refuse_unwritable
+from vgr_trl.reporting.records import read_object, read_run, refuse_unwritable
 from vgr_trl.rewards.functions import vgr_hard_negative_reward, vgr_reward
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.tools import load_environment
@@ -322,11 +322,10 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
     """
     refuse_unwritable(output_dir, "output_dir", is_folder=True)
     file = output_dir / RUN_FILE
-    try:
-        before = dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() and (resume or may_repeat) else {}
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{file} is no object of JSON ({error_text(error)}): choose another output_dir.") from error
-    if resume is None and before != identity:
+    before = read_object(file)
+    if not before and file.exists():
+        raise ConfigError(f"{file} is no object of JSON: choose another output_dir.")
+    if resume is None and not (may_repeat and before == identity):
         # A run that failed before its first checkpoint leaves nothing to lose.
         present = [path.name for name in (*TRACES, "checkpoint-*") for path in sorted(output_dir.glob(name))]
         if present:

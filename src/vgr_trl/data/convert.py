@@ -8,6 +8,7 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from glob import escape
@@ -56,6 +57,7 @@ from vgr_trl.data.read_row import (
     value_of,
 )
 from vgr_trl.errors import ConfigError, DataError, MissingIdsError, RewardError
+from vgr_trl.options import check_value
 from vgr_trl.rewards.answers import LETTERS, resolve_solution
 from vgr_trl.rewards.phrases import normalise
 
@@ -219,7 +221,7 @@ KEPT = ("JPEG", "PNG", "WEBP")  # formats whose files are stored as they are
 ENCODING: dict[str, dict[str, Any]] = {"JPEG": {"quality": 95, "subsampling": 0}, "PNG": {"compress_level": 3}}
 ROWS_PER_FILE = 2000
 ROW_GROUP_ROWS = 100  # rows that a stream reads at a time
-REPORT, SKIPPED = "report.txt", "skipped.jsonl"
+REPORT, SKIPPED, REPLACED = "report.txt", "skipped.jsonl", "replaced"
 DIGESTS, ROW = "__digests__", "__row__"
 SCHEMA = Features(
     {name: Value("string") for name in ("id", "source", "problem", "solution")}
@@ -288,8 +290,7 @@ def convert_rows(rows: Dataset, rules: Rules, columns: Sequence[str], folder: st
         try:
             return cast("Dataset", Dataset.from_generator(_convert, features, gen_kwargs=given, **options))
         except Exception as error:  # `datasets` hides Ctrl-C behind the time-out of its workers
-            hidden = error.__context__
-            raise (hidden if isinstance(hidden, KeyboardInterrupt) else error) from error.__cause__
+            raise (hidden if isinstance(hidden := error.__context__, KeyboardInterrupt) else error) from error.__cause__
 
 
 def _convert(places: Sequence[int], rows: Dataset, rules: Rules, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -388,22 +389,20 @@ def encode_image(value: Any, root: Path, limits: ImageLimits) -> tuple[bytes, Im
 def prepare_folder(folder: Path, read: Sequence[str | None]) -> TemporaryDirectory[str]:
     """Return a new temporary folder beside the output folder of a command that reads the folders `read`.
 
-    First remove what killed commands have left beside it, and restore an output that was about to be replaced.
+    First restore an output that a killed command was about to replace, and remove the command's files.
 
     Raises:
         ConfigError: `folder` cannot be renamed, lies in one of them, or holds rows of another origin.
     """
-    folder = folder.resolve()
-    if folder.is_mount() or Path.cwd().is_relative_to(folder):
-        raise ConfigError(f"output_dir {folder} is a mount point or the working folder: choose a folder within it.")
-    for source in read:
-        if source and Path(source).is_dir() and folder.is_relative_to(Path(source).resolve()):
-            raise ConfigError(f"output_dir {folder} is in {source}, which is read: choose another folder.")
-    prefix, old = f".{folder.name}.unfinished-", _replaced(folder)
-    if old.exists() and not folder.exists():
-        old.rename(folder)
-    for path in (old, *folder.parent.glob(f"{escape(prefix)}*")):
-        if path == old or not Path("/proc", path.name.split("-")[-2]).exists():  # its process has ended
+    folder, prefix = folder.resolve(), f".{folder.resolve().name}.unfinished-"
+    sources = [Path(source).resolve() for source in read if source and Path(source).is_dir()]
+    if folder.is_mount() or Path.cwd().is_relative_to(folder) or any(map(folder.is_relative_to, sources)):
+        wrong = "a mount point, the working folder or in a folder that is read"
+        raise ConfigError(f"output_dir {folder} is {wrong}: choose another folder.")
+    for path in folder.parent.glob(f"{escape(prefix)}*"):
+        if not Path("/proc", path.name.split("-")[-2]).exists():  # its process has ended
+            with suppress(OSError):  # there is a folder, or there was none
+                (path / REPLACED).rename(folder)
             shutil.rmtree(path, ignore_errors=True)
     for file in row_files(folder):
         is_named_so = re.fullmatch(r"\w+-\d{5}\.parquet", str(file.relative_to(folder)))
@@ -411,11 +410,6 @@ def prepare_folder(folder: Path, read: Sequence[str | None]) -> TemporaryDirecto
             raise ConfigError(f"{folder} holds {file.name}, which this command did not write: choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     return TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=folder.parent)
-
-
-def _replaced(folder: Path) -> Path:
-    """Return the name of an output folder while a new one takes its place."""
-    return folder.with_name(f".{folder.name}.replaced")
 
 
 def write_rows(rows: Dataset, sides: Mapping[str, list[int]], columns: list[str], working: Path, folder: Path) -> str:
@@ -452,9 +446,8 @@ def write_rows(rows: Dataset, sides: Mapping[str, list[int]], columns: list[str]
             part.to_parquet(path, batch_size=ROW_GROUP_ROWS, write_page_checksum=True)  # verified when it is loaded
     with (made / REPORT).open(mode, encoding="utf-8") as file:
         file.write(text)
-    folder.rename(_replaced(folder))
+    folder.rename(working / REPLACED)
     made.rename(folder)
-    shutil.rmtree(_replaced(folder))
     return text
 
 
@@ -478,8 +471,7 @@ def merge(rows: Dataset, test_share: float, seed: int) -> tuple[Dataset, dict[st
         ConfigError: `test_share` is out of range.
         DataError: there is no way to split the rows.
     """
-    if not 0 <= test_share < 1:
-        raise ConfigError(f"test_share is {test_share}: give a number in [0, 1); 0: no split.")
+    check_value("test_share", test_share, float, ge=0, lt=1)
     reasons, images = list(rows[REASON]), dict[int, list[str]]()
     alike = defaultdict[Any, list[tuple[int, set[str], list[str]]]](list)  # number, right answers and options
     for number, row in enumerate(rows.select_columns(["problem", "solution", "choices", DIGESTS])):

@@ -360,10 +360,7 @@ class RewardSchedule:
         return list(self.early if self.early is not None and step < early_steps else self.regular)
 
 
-HANGING_ADVICE = (
-    "The call is never interrupted: stop the run (Ctrl-C, or SIGKILL), add a timeout inside the reward, and continue "
-    "with resume_from_checkpoint latest."
-)
+HANGING_ADVICE = "It is never interrupted: stop the run, add a timeout inside the reward, and resume from latest."
 PASSED_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -482,11 +479,9 @@ def _report_hanging(seconds: float | None, name: str, columns: Mapping[str, Any]
             if done.wait(seconds) or (frame := sys._current_frames().get(thread)) is None:
                 return
             stack = "".join(traceback.format_stack(frame, limit=20))
-            logger.warning(
-                f"The reward {name} has not returned for {times} x reward_timeout={seconds:g} seconds. It was called "
-                f"with {len(rows)} completions, of the rows {rows[0]!r} to {rows[-1]!r}. Its stack:\n"
-                f"{stack}{HANGING_ADVICE * (times >= 10)}"
-            )
+            late = f"The reward {name} has not returned for {times} x reward_timeout={seconds:g} seconds"
+            got = f"{len(rows)} completions, of the rows {rows[0]!r} to {rows[-1]!r}"
+            logger.warning(f"{late}. It got {got}. Its stack:\n{stack}{HANGING_ADVICE * (times >= 10)}")
 
     if seconds is not None:
         threading.Thread(target=report, daemon=True).start()

@@ -71,10 +71,8 @@ class DummyImage:
 
     def _refuse_uneven(self, inputs: Mapping[str, Any]) -> None:
         if self._sharded and 0 < self._count_with_images(has_images(inputs)) < self._accelerator.num_processes:
-            raise DataError(
-                "The model generates for images in some processes and for text alone in others, and its parameters "
-                "are sharded: give every row an image, or none, or use vLLM, ZeRO-2 or DDP."
-            )
+            found = "Only some processes generate for images, and the parameters are sharded"
+            raise DataError(f"{found}: give every row an image, or none, or use vLLM, ZeRO-2 or DDP.")
 
     def _is_due(self, base: Any, inputs: Mapping[str, Any]) -> bool:
         """Whether the tower has to run although the pass has no images."""

@@ -164,9 +164,7 @@ def read_options(given: Mapping[str, Any], estimator: str, filters: bool = False
     if estimator == "gae" and options.rewards_attention:
         raise ConfigError("Attention rewards compare completions of a prompt: use another adv_estimator than gae.")
     if options.collect_attentions and filters:
-        raise ConfigError(
-            "online_filtering moves rows, and collect_attentions loses their token_weights: turn one off."
-        )
+        raise ConfigError("online_filtering moves rows, which collect_attentions cannot follow: turn one off.")
     options.estimator = estimator
     return preset, options
 
