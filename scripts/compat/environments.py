@@ -8,7 +8,7 @@ TESTS = (
     "tests/credit/test_trl_losses.py",
     "tests/sharing/test_grpo_steps.py",
     "tests/sharing/test_families.py",
-    "tests/sharing/test_prefix_forward.py",
+    "tests/sharing/test_row_attention.py",
     "tests/signals/test_attention.py",
     "tests/signals/test_scoring.py",
     "tests/efficiency/test_skipped_steps.py",

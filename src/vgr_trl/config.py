@@ -505,14 +505,12 @@ class EfficiencyOptions:
     # fmt: off
     skip_zero_advantage: AutoOrOff = option("auto", "Skip rows with zero advantage in training passes.")
     skip_zero_advantage_tokens: AutoOrOff = option("auto", "Skip tokens with zero advantage in the LM head.")
-    skip_padding: AutoOrOff = option("auto", "Trim padding to the longest prompt and last scored token.")
-    pack_completions: AutoOrOff = option("auto", "Pack completions behind shared prompts (flash attention).")
-    group_by_length: AutoOrOff = option("auto", "Group rows of similar length into micro-batches.")
+    skip_padding: AutoOrOff = option("auto", "Leave out the tokens behind the last token with loss.")
     reuse_first_pass: AutoOrOff = option("auto", "Take old log-probabilities from the first training pass.")
     cudnn_attention: bool = option(False, "Let sdpa prefer cuDNN's kernel, as torch does from 2.11 on with Hopper and "
         "Blackwell; combine with pad_to_multiple_of 128.")
-    rows_per_pass: str = option("auto", "Rows of a training pass. auto: micro-batches are joined until groups are "
-        "whole, as far as memory allows; the update is the same. A number: at most so many. off: as given.")
+    rows_per_pass: str = option("auto", "Rows of a training pass. auto: micro-batches are joined, across groups, as "
+        "far as memory allows (CPU: two groups); the update is the same. A number: at most so many. off: as given.")
     max_tokens_per_micro_batch: int | None = option(None, "Split micro-batches so that no pass has more tokens than "
         "this, unless one row has; the update is the same. None: off.", ge=1)
     # fmt: on

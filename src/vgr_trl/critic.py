@@ -56,10 +56,15 @@ class ValueModel(nn.Module):
         self.module = deepcopy(base_of(causal_model(policy)))  # where `causal_model` looks for it
         self.head = head
 
-    def forward(self, input_ids: Tensor, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> FusedCausalLMOutput:
-        """Return values (N, S - 1) of the tokens that positions emit, where TRL expects log-probabilities."""
-        outputs = self.module(input_ids=input_ids, **inputs, use_cache=False, return_dict=True)
-        return FusedCausalLMOutput(log_probs=self.head(outputs.last_hidden_state[:, :-1]))
+    def forward(
+        self, *, labels: Tensor | None, fused_lm_head: bool, shift_labels: Tensor | None = None, **inputs: Any
+    ) -> FusedCausalLMOutput:
+        """Return values of the tokens that positions emit, where TRL expects log-probabilities.
+
+        With `labels` (N, S) they are (N, S - 1), with `shift_labels` (1, K), of selected positions, they are (1, K).
+        """
+        hidden = self.module(**{**inputs, "use_cache": False, "return_dict": True}).last_hidden_state
+        return FusedCausalLMOutput(log_probs=self.head(hidden if labels is None else hidden[:, :-1]))
 
 
 class Critic:
@@ -102,10 +107,10 @@ class Critic:
         """
         trainer, args, batch = self.trainer, self.trainer.args, rollout.batch
         mask = valid_tokens(batch).bool()
-        values = None if rollout.scores is None else rollout.scores.values
+        values: Any = None if rollout.scores is None else rollout.scores.values
         if values is None:
             self.module.eval()
-            values = trainer.score(scoring_inputs(batch), Want(), self.module, purpose=Purpose.CRITIC).logps
+            values = trainer.score(scoring_inputs(batch), Want(), self.module, purpose=Purpose.CRITIC).values
         sums = sum_task_rewards(rollout.rewards, trainer.reward_weights, trainer.args.penalises_kl)  # (N of all,)
         first = trainer.accelerator.process_index * len(mask)
         rewards = token_rewards(sums[first : first + len(mask)], mask, rollout.kl_penalty)
@@ -157,8 +162,7 @@ class Critic:
             self.module.train()
             run_pass = trainer.passes.run_pass
             scores = run_pass(self.module, scoring_inputs(inputs), Want(), purpose=Purpose.CRITIC, gradients=True)
-            values = scores.logps
-        values = nn.functional.pad(values, (0, mask.size(1) - values.size(1)))  # columns that the pass left out
+            values = scores.values
         per_token = value_loss(values, inputs["values"], inputs["returns"], mask, args.cliprange_value)  # (N, T)
         steps, processes = trainer.current_gradient_accumulation_steps, trainer.accelerator.num_processes
         (average_as_loss(per_token, mask, inputs, args, steps, processes) * weight).backward()

@@ -68,7 +68,7 @@ def generate(
         images = [row or None for row in images]  # TRL reads the first image of every list
     with (
         trainer.clock.stage("generation", model.training),
-        trainer.passes.around(model, counts=model.training),
+        trainer.passes.around_generation(model, counts=model.training),
         override_sampling(trainer, eval_sampling(trainer.args, model.training)),
         answers_of_server(trainer) if trainer.use_vllm and trainer.args.vllm_mode == "server" else nullcontext(),
         without_input_gradients(model),

@@ -25,7 +25,6 @@ from vgr_trl.options import Checked, option
 from vgr_trl.pixels import joined
 from vgr_trl.registries import call_plugin, declares, loss_terms
 from vgr_trl.rows import scoring_inputs
-from vgr_trl.sharing.lending import READ_AGAIN
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.ratios import bounded, visual_dependency
 from vgr_trl.signals.scoring import Head, Purpose, Scores, Want, rest_of
@@ -206,14 +205,14 @@ def over_positions(
     Args:
         measure: returns values (C,) of hidden states (C, D) and parts of `further`.
         heads: that `measure` uses; the first gets gradients.
-        hidden: (N, T', D) with gradients; T' is T, or less if the mask is False in the last columns.
+        hidden: (N, T, D) with gradients.
         mask: (N, T) bool.
         further: (K, …), of the K positions in the mask.
 
     Returns:
         (N, T), 0 where `mask` is False.
     """
-    mine = hidden[mask[:, : hidden.size(1)]]  # (K, D)
+    mine = hidden[mask]  # (K, D)
     values: Tensor = _MeasuredAgain.apply(measure, heads, further, mine, *heads[0].linear.parameters())
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
@@ -297,7 +296,7 @@ class FullKL:
         """Return the divergence at every position (N, T), 0 where `mask` is False, with gradients of the policy.
 
         Args:
-            hidden: (N, T', D) of the policy; T' is T, or less if the mask is False in the last columns.
+            hidden: (N, T, D), hidden states of the policy.
             reference: (N, T, D) of the reference model.
             mask: (N, T) bool.
         """
@@ -455,8 +454,8 @@ class TermInputs:
             `teacher_view`, NaN for rows without it; for `teacher_top` also with `teacher_top_logps` (N, K + 1, T)
             and `teacher_top_ids` (N, K, T), the teacher's most probable tokens, and last all others together.
         perturbed_logps: (N, T) with gradients, given the perturbed image; of terms that need `perturbed`.
-        hidden: (N, T', D) with gradients, hidden states of the positions that emit the tokens; T' is T without the last
-            columns outside `mask`; of terms that need `hidden`.
+        hidden: (N, T, D) with gradients, hidden states of the positions that emit the tokens, for terms that need
+            `hidden`.
         model: the policy, also wrapped; None inside verl and EasyR1.
         temperature: that logits are divided by.
         totals: collects metrics.
@@ -477,6 +476,14 @@ class TermInputs:
     def log(self, name: str, values: Tensor) -> None:
         """Log the mean of values (N, T) over the tokens that count."""
         self.totals.add_mean(name, values.detach(), self.mask)
+
+
+@dataclass
+class LossPass:
+    """A micro-batch while TRL computes its loss, and the training pass over it once it has run."""
+
+    batch: Mapping[str, Any]
+    passed: TermInputs | None = None
 
 
 @loss_terms.register("entropy_penalty")
@@ -637,6 +644,5 @@ def _score_perturbed(trainer: "ConstructedTrainer", passed: TermInputs) -> Score
     batch = dict(passed.batch)
     if (pixels := batch.get("perturbed_pixel_values")) is not None:
         batch["pixel_values"] = joined(pixels)
-    perturbed = {**scoring_inputs(batch), READ_AGAIN: batch.get(READ_AGAIN)}
     want, model = Want(entropies=True, tokens=passed.scores.mask), cast("nn.Module", passed.model)
-    return trainer.passes.run_pass(model, perturbed, want, purpose=Purpose.VIEW, gradients=True)
+    return trainer.passes.run_pass(model, scoring_inputs(batch), want, purpose=Purpose.VIEW, gradients=True)

@@ -62,16 +62,12 @@ class Features:
     share_generation: Feature
     share_scoring: Feature
     share_training: Feature
-    share_over_micro_batches: Feature
     join_micro_batches: Feature
     regroup: Feature
     skip_zero_advantage: Feature
     skip_zero_advantage_tokens: Feature
     skip_padding: Feature
-    skip_head: Feature
     skip_images: Feature
-    pack_completions: Feature
-    group_by_length: Feature
     reuse_first_pass: Feature
 
     @property
@@ -119,6 +115,6 @@ def read_facts(trainer: ConstructedTrainer) -> RunFacts:
 def has_own_loss(trainer: ConstructedTrainer) -> bool:
     """Whether a subclass or a patch has replaced a method of the loss."""
     dicts = [vars(trainer), *map(vars, type(trainer).__mro__)]
-    methods = [own[name] for own in dicts for name in ("_compute_loss", "compute_loss", "training_step") if name in own]
+    methods = [own[name] for own in dicts for name in ("_compute_loss", "compute_loss") if name in own]
     packages = {getattr(each, "__globals__", {}).get("__name__", "").partition(".")[0] for each in methods}
     return not packages <= {"transformers", "trl", "vgr_trl"}

@@ -1,7 +1,7 @@
 """`DAPOTrainer`: TRL's `GRPOTrainer` with DAPO's defaults, signals of visual attention, and credit by the signals."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,10 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.errors import ConfigError, RewardError, check_release
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
-from vgr_trl.loss import FullKL, KLControl, TermInputs, auxiliary_loss
+from vgr_trl.loss import FullKL, KLControl, LossPass, TermInputs, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
 from vgr_trl.metrics.step_metrics import StageClock, StepMetrics
+from vgr_trl.passes.adapters import cast_adapters
 from vgr_trl.passes.micro_batches import join_micro_batches, loss_in_parts, plan_shuffle
 from vgr_trl.passes.run_pass import ForwardPasses, refuse_nan
 from vgr_trl.patches.trl import (
@@ -50,7 +51,7 @@ from vgr_trl.patches.vllm import (
     naming_unserved_model,
     plan_unexpanded_prompts,
 )
-from vgr_trl.patching import keep_random_state, patched_attribute, patched_attributes
+from vgr_trl.patching import keep_random_state, patched_attribute
 from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
@@ -72,9 +73,6 @@ from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, v
 from vgr_trl.run_facts import RunFacts, has_own_loss, read_facts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups, warn_of_streak
-from vgr_trl.sharing.context_manager import SharedPasses
-from vgr_trl.sharing.lending import READ_AGAIN, Lending
-from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Purpose, Scores, Want, policy_is_active
 from vgr_trl.validate.features import announce, plan_dummy_image, plan_features, plan_measurement, plan_vision
@@ -158,9 +156,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         check_release()
         args = validate_config(args, model, options)
         rewards, self.reward_schedule = plan_rewards(reward_funcs, args, lambda: self.completions_per_prompt)
-        self._purpose = Purpose.EVALUATION  # of the next pass that a method of TRL makes
-        self._micro_batch: dict[str, Any] = {}  # inputs of TRL's loss while it runs
-        self._pass: TermInputs | None = None  # the pass over them
+        self._loss_pass: LossPass | None = None  # set while TRL computes the loss of a training pass
+        self._until_backward: ExitStack | None = None  # closed when the backward pass of a micro-batch has run
         self._rewards_with_nan: set[str] = set()
         self._first_rewards: list[torch.Tensor] = []  # of the first two rollouts
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
@@ -190,14 +187,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.vision_cache = plan_vision(facts)
         for model in () if self.args.torch_compile else filter(None, (self.model, self.ref_model)):
             join_windows(model)
-        self.shared_passes = SharedPasses(
-            self._all_agree,
-            sharded=facts.is_sharded,
-            in_order=bool(self.is_deepspeed_enabled),
-            evens_images=self.dummy_image is not None,
-        )
-        if self.features.share_over_micro_batches.enabled:
-            self.shared_passes.lending = Lending(base_of(causal_model(self.model)))
+        self.is_sharded = facts.is_sharded
         self.passes = ForwardPasses(self, super()._get_per_token_logps_and_entropies)
         self.pixels_unchecked = facts.args.check_pixels and facts.is_vlm and facts.has_images
         self.unexpanded = None
@@ -283,21 +273,18 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     # A step, in its order
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; forget prompts that an interruption has left without their backward pass.
+        """Train as TRL does.
 
         Raises:
             ConfigError: a method of the loss was replaced after micro-batches were joined.
         """
         if self.rows_per_pass.joined > 1 and self.args.most_rows_per_pass is None and has_own_loss(self):
             raise ConfigError("The loss was replaced after joining micro-batches: give rows_per_pass off or a number.")
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            self.shared_passes.reset()
+        return super().train(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Time the step without its stages, and measure the memory of an update."""
-        with self.clock.stage("update"):
+        with self.clock.stage("update"), ExitStack() as self._until_backward:
             loss = super().training_step(*args, **kwargs)
         if self.rows_per_pass.memory is not None and self.accelerator.sync_gradients:
             self.rows_per_pass.memory.end_update()
@@ -452,8 +439,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         once = images_processed_once(self.processing_class)
         reference = enable_reference_model(self, self.args) if self.model.training else nullcontext()
         options = process_with_options(self.processing_class) if self.tools and self._is_vlm else nullcontext()
-        purpose = patched_attribute(self, "_purpose", Purpose.ROLLOUT)
-        with images_logged_by_all(self, rollout.rows), reference, options, once, purpose:
+        with images_logged_by_all(self, rollout.rows), reference, options, once:
             batch = super()._generate_and_score_completions(rollout.rows)
         if rollout.turns is not None and rollout.turns.fields:
             batch = mark_images(self.model, torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1), batch)
@@ -480,31 +466,33 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the pass for the purpose that the calling method has stated."""
+        """Score the rollout, run the training pass of a loss, or score for TRL's loss of an evaluation."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
         entropies, router_loss = (bool(inputs.pop(f"compute_{name}", False)) for name in ("entropy", "aux_loss"))
-        if self._rollout is not None and self._purpose is Purpose.ROLLOUT:
+        of_loss = self._loss_pass
+        if of_loss is None and self._rollout is not None:
             scores = self._score_for_rollout(self._rollout, model, inputs, entropies)
             return (None, None, None) if scores is None else (scores.logps, scores.entropies, None)
-        trains = self._purpose is Purpose.TRAINING and self._pass is None  # else a subclass makes a pass of its own
-        batch = self._micro_batch
+        if of_loss is None or of_loss.passed is not None:  # in a loss of its own, a subclass makes further passes
+            purpose = Purpose.EVALUATION if of_loss is None else Purpose.TRAINING
+            want = Want(entropies, router_loss=router_loss)
+            scores = self.passes.run_pass(model, inputs, want, purpose=purpose, gradients=torch.is_grad_enabled())
+            return scores.logps, scores.entropies, scores.router_loss
+        batch = of_loss.batch
         want = Want(
             entropies,
-            hidden=trains and (self.kl.full is not None or "hidden" in self.term_needs),
-            values=self.critic.head if trains and self.critic is not None else None,
+            hidden=self.kl.full is not None or "hidden" in self.term_needs,
+            values=None if self.critic is None else self.critic.head,
             router_loss=router_loss,
-            tokens=self.passes.skipping.loss_mask(batch) if trains else None,
+            tokens=self.passes.skipping.loss_mask(batch),
         )
-        inputs[READ_AGAIN] = batch.get(READ_AGAIN)
-        scores = self.passes.run_pass(model, inputs, want, purpose=self._purpose, gradients=torch.is_grad_enabled())
-        logps, old = scores.logps, batch.get(OLD_LOGPS)
-        if trains:
-            if old is not None:  # constants for tokens without loss, at a ratio of 1
-                logps = torch.where(scores.mask, logps, old.to(logps))
-            mask, states = valid_tokens(batch).bool(), scores.hidden
-            self._pass = TermInputs(
-                logps, mask, batch, hidden=states, model=model, temperature=self.temperature, scores=scores
-            )
+        scores = self.passes.run_pass(model, inputs, want, purpose=Purpose.TRAINING, gradients=torch.is_grad_enabled())
+        logps, old, mask = scores.logps, batch.get(OLD_LOGPS), valid_tokens(batch).bool()
+        if old is not None:  # constants for tokens without loss, at a ratio of 1
+            logps = torch.where(scores.mask, logps, old.to(logps))
+        of_loss.passed = TermInputs(
+            logps, mask, batch, hidden=scores.hidden, model=model, temperature=self.temperature, scores=scores
+        )
         return logps, scores.entropies, scores.router_loss
 
     def _score_for_rollout(
@@ -530,13 +518,16 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Cut micro-batches into passes, add further loss terms, and measure the step."""
         if not self.model.training:
             return super()._compute_loss(model, inputs)
+        if self._until_backward is not None:
+            self._until_backward.enter_context(cast_adapters(model, self.passes.adapter_dtype))
         return loss_in_parts(self, model, inputs, self._loss_of_part)
 
     def _loss_of_part(self, model: Any, inputs: dict[str, Any], weight: float = 1.0) -> Any:
         """Return the weighted loss of a part of a micro-batch; keep its log-probabilities for later iterations."""
-        with patched_attributes(self, _purpose=Purpose.TRAINING, _micro_batch=inputs, _pass=None):
+        of_loss = LossPass(inputs)
+        with patched_attribute(self, "_loss_pass", of_loss):
             loss = super()._compute_loss(model, inputs)
-            passed = self._pass
+        passed = of_loss.passed
         if passed is None:  # a subclass has made the pass itself
             return loss * weight
         measured = passed.logps, self._metrics["train"], passed.scores.mask, passed.scores.rows_run
@@ -556,7 +547,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         training = self.model.training
         if training and (seconds := sum(times := self._metrics["train"].get("step_time", []))):
             logs |= self.step_metrics.summarise_window(seconds, self.named_reward_weights())
-            logs |= self.shared_passes.metrics() | self.vision_cache.metrics()
+            logs |= self.passes.metrics() | self.vision_cache.metrics()
             logs |= self.clock.metrics(self.accelerator, len(times))
         if training:
             self.step_metrics.merge(self._metrics["train"])

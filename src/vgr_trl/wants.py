@@ -10,11 +10,10 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
-from vgr_trl.passes.loss_mask import find_extents, find_window, trim_inputs
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.patching import keep_random_state
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.rows import Prompts, build_scoring_inputs
+from vgr_trl.rows import Prompts, build_scoring_inputs, take_rows
 from vgr_trl.signals.named import (
     PER_IMAGE,
     SINGLE_COLUMNS,
@@ -201,11 +200,7 @@ def measure_sample(trainer: ConstructedTrainer, rollout: Rollout, completion_ids
     rows = sorted([*rows, *(row for row in range(count) if row not in rows)][:most])
     inputs = completion_inputs(trainer, rollout, completion_ids)
     mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
-    written = torch.tensor([[len(completion_ids[row])] for row in rows]) > torch.arange(mask.size(1))  # (rows, T)
-    prompts = inputs["attention_mask"][rows, : -mask.size(1)]
-    extents, width = find_extents(written, prompts, [True] * len(rows)), (prompts.size(1), mask.size(1))
-    window = replace(find_window(extents, width, trainer.pad_to_multiple_of), rows=rows)
-    part = trim_inputs(inputs, window)
+    part = take_rows(inputs, rows)
     recorded = [rows.index(row) for row in rollout.recorded or ()]
     with keep_random_state(accelerator.device):
         scores = trainer.score(part, wanted_scores(trainer, rollout, part, recorded))

@@ -87,14 +87,14 @@ def test_half_of_the_groups_have_no_variance(lora, changed, vision, uneven_rows,
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_no_group_has_variance(trains, vision, frozen, uneven_rows, tmp_path):
-    """In the first of two micro-batches three tokens run, and a small image if the tower trains; in the second nothing.
+    """In the first of two micro-batches two tokens run, and a small image if the tower trains; in the second nothing.
 
     Weight decay moves weights as it does TRL's.
     """
     settings = options(tmp_path, optim="adamw_torch_fused", weight_decay=0.1)
     _, ours = stock_and_ours(vision if trains else frozen, uneven_rows, settings, reward=equal_rewards)
     assert logged(ours, "skipped/rows") == [7, 7, 7]  # of eight rows one runs
-    assert ours.tokens == [3] * 3
+    assert ours.tokens == [2] * 3
     assert ours.patches == ([SMALLEST] * 3 if trains else [])
 
 
@@ -138,5 +138,5 @@ def test_a_reference_with_another_tower_reads_its_own_features(frozen, image_row
 
     settings = options(tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)
     stock, ours = stock_and_ours(frozen, image_rows, settings, change_reference=change)
-    assert logged(ours, "kl") == pytest.approx(logged(stock, "kl"), rel=0.02)  # means of other micro-batches
+    assert logged(ours, "kl") == pytest.approx(logged(stock, "kl"), rel=0.05)  # means of other micro-batches
     assert ours.calls == [False] * STEPS

@@ -132,7 +132,7 @@ def test_packed(monkeypatch, measured):
     measured["plain"] = distance(all_gradients(model, batch), reference)
     flash.install()
     flash.attend_with(model, "flash_attention_2")
-    with share_prompts(model, batch.completion_length, packs=True) as report:
+    with share_prompts(model, batch.completion_length) as report:
         measured["packed"] = distance(all_gradients(model, batch), reference)
     assert not report.plain
     assert measured["packed"] < FACTOR * measured["plain"] + 1e-4

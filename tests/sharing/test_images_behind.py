@@ -1,5 +1,4 @@
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -20,22 +19,15 @@ REFUSED = [
 ]
 
 
-@pytest.fixture
-def many_passes(monkeypatch):
-    """Call it so that completions pass by length, as if a pass cost nothing."""
-    return partial(monkeypatch.setattr, "vgr_trl.sharing.prefix_forward._PASS_COST", {"cpu": 0})
-
-
 @pytest.mark.parametrize(("name", "images", "checkpointing"), CASES)
-def test_scores_and_gradients_are_those_of_plain_passes(name, images, checkpointing, many_passes):
+def test_scores_and_gradients_are_those_of_plain_passes(name, images, checkpointing):
     model, batch = with_head(build(name)), make_batch(name, images=images, returned=(0, 1, 2))
-    needs_shared(model, checkpointing)
+    needs_shared(model)
     plain, shared, report = plain_and_shared(model, batch, batch.completion_length)
     assert (report.prompts, report.rows, dict(report.plain)) == (2, 6, {})
     assert (plain - shared).abs().max() < 3e-5
     expected = gradients(model, batch)
     if checkpointing:
-        many_passes()
         checkpointed(model.train(), {"use_reentrant": False})
     with share_prompts(model, batch.completion_length) as report:
         found = gradients(model, batch)
@@ -44,9 +36,7 @@ def test_scores_and_gradients_are_those_of_plain_passes(name, images, checkpoint
 
 
 @pytest.mark.parametrize("over", ["max", "mean", "centre"])
-def test_signals_are_those_of_plain_passes(over, many_passes):
-    if over == "max":
-        many_passes()
+def test_signals_are_those_of_plain_passes(over):
     model, batch = with_head(build("qwen2_5_vl")), make_batch("qwen2_5_vl", returned=(0, 1, 2))
     ids, mask, length = batch.inputs["input_ids"], batch.inputs["attention_mask"].bool(), batch.completion_length
     prompt = ids.size(1) - length

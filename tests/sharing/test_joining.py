@@ -35,7 +35,7 @@ def test_steps_are_those_of_trl_in_passes_of_whole_groups(loss, vision, image_ro
     stock = trained(STOCK, *vision, image_rows, settings)
     ours = trained(DAPO, *vision, image_rows, settings)
     assert_same_steps(vision[0], ours, stock)
-    assert ours.rows_per_pass.joined == (1 if loss == "bnpo" else 4)
+    assert ours.rows_per_pass.joined == (1 if loss == "bnpo" else 8)
     assert stock.args.gradient_accumulation_steps == ours.args.gradient_accumulation_steps * ours.rows_per_pass.joined
     for name in ("epoch", "num_tokens", "completions/mean_length", "kl") if loss == "grpo" else ("epoch", "num_tokens"):
         assert logged(ours, name) == pytest.approx(logged(stock, name))
@@ -94,7 +94,7 @@ def test_the_options_of_the_user_stay_for_another_trainer(vision, image_rows, tm
     args, (model, processor) = DAPOConfig(**options(tmp_path, **SMALL)), vision
     for _ in range(2):
         trainer = DAPOTrainer(model, uneven_reward, args, image_rows, processing_class=processor)
-        assert (trainer.rows_per_pass.joined, trainer.args.gradient_accumulation_steps) == (4, 2)
+        assert (trainer.rows_per_pass.joined, trainer.args.gradient_accumulation_steps) == (8, 1)
         assert {name: getattr(args, name) for name in SMALL} == SMALL
 
 
@@ -174,5 +174,5 @@ def test_passes_of_a_trainer_grow_to_whole_groups(vision, image_rows, tmp_path, 
         )[1]
         trainer.train()
     assert found[:8] == [1] * 8
-    assert found[-2:] == [4, 4]
+    assert found[-1] == 8
     assert_same_steps(vision[0], trainer, expected)

@@ -9,8 +9,10 @@ from support.models.tiny_questions import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from vgr_trl.passes import run_pass
 from vgr_trl.patching import patched_attribute
-from vgr_trl.sharing import SharingReport, context_manager, share_prompts
+from vgr_trl.sharing import SharingReport, share_prompts
+from vgr_trl.sharing import row as row_module
 
 # Of the largest update, in float32: additions in another order, by kernels that differ from CPU to CPU, change it by up
 # to 2e-5; a token or a row too many changes it by 1e-2.
@@ -74,13 +76,17 @@ def reports_by_place():
     found = {place: SharingReport() for place in PLACES}
 
     @contextmanager
-    def recording(model, completion_length=None, **more):
-        place = "generation" if completion_length is None else "training" if torch.is_grad_enabled() else "scoring"
+    def generate(model, completion_length, **more):
         with share_prompts(model, completion_length, **more) as report:
             yield report
-        found[place].add(report.rows, report.prompts, report.plain)
+        found["generation"].add(report.rows, report.prompts, report.plain)
 
-    with patched_attribute(context_manager, "share_prompts", recording):
+    def lay_out(*args):
+        row, call = row_module.lay_out(*args)
+        found["training" if torch.is_grad_enabled() else "scoring"].add(len(row.rows), len(row.prompts))
+        return row, call
+
+    with patched_attribute(run_pass, "share_prompts", generate), patched_attribute(run_pass, "lay_out", lay_out):
         yield found
 
 

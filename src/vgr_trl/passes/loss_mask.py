@@ -1,129 +1,23 @@
-"""Find the loss mask of a micro-batch and its smallest window, cut the window out, and scatter its results back.
-
-`Skipping` decides which rows, columns and images of a training pass run.
-"""
+"""Find the tokens of a micro-batch that have loss, and the columns of each row that a training pass runs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import wraps
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vgr_trl.errors import DataError
-from vgr_trl.patching import patched_method
-from vgr_trl.pixels import IMAGE_INPUTS, on_device
-from vgr_trl.rows import take_rows, valid_tokens
+from vgr_trl.rows import valid_tokens
 from vgr_trl.run_facts import Features
-from vgr_trl.sharing.lending import sort_by_group
-from vgr_trl.sharing.model_support import replace_hidden_states
-from vgr_trl.sharing.prefix_split import PER_TOKEN, is_image_token
-
-
-@dataclass(frozen=True)
-class Window:
-    """The rows and columns of a micro-batch (N, P + T) that run.
-
-    Attributes:
-        rows: numbers of the rows, ascending, at least one.
-        prompt: last columns of the prompts, in [1, P].
-        completion: first columns of the completions, in [1, T].
-        images: whether those of the rows run.
-    """
-
-    rows: list[int]
-    prompt: int
-    completion: int
-    images: bool = True
+from vgr_trl.sharing.prefix_split import is_image_token
 
 
 class Extent(NamedTuple):
-    """Columns of a row's prompt and completion that run, whether the row runs, and the number of its prompt."""
+    """Tokens of a row's prompt and completion that run, 0 of the completion if the row does not, and its prompt."""
 
     prompt: int
     completion: int
-    runs: bool
-    group: int = 0
-
-
-def find_window(
-    extents: Sequence[Extent], width: tuple[int, int], multiple: int | None, num_images: Sequence[int] | None = None
-) -> Window:
-    """Return the smallest window that holds the extents of all rows that run.
-
-    If no row runs it is one row and one column: every process makes a pass, in which all parameters take part. For the
-    same reason a row with an image stays if there was one.
-
-    Args:
-        extents: (N,) columns computed per row.
-        width: of the batch, P and T.
-        multiple: the columns of prompts and of completions are multiples of it, unless the batch has fewer.
-        num_images: images of each row; None: there are none, or none has to run.
-    """
-    kept = [row for row, extent in enumerate(extents) if extent.runs]
-    candidates = [row for row, count in enumerate(num_images or ()) if count > 0] or range(len(extents))
-    if not set(kept).intersection(candidates):
-        kept = sorted([*kept, min(candidates, key=lambda row: extents[row].prompt)])
-    prompt, completion = (max(columns) for columns in zip(*(extents[row][:2] for row in kept), strict=True))
-    return Window(
-        kept,
-        _up_to_multiple(prompt, multiple, width[0]),
-        _up_to_multiple(max(completion, 1), multiple, width[1]),
-    )
-
-
-def find_text(is_image: torch.Tensor, completion: int, multiple: int | None = None) -> Window | None:
-    """Return a text-only window, the end of a prompt and the beginning of its completion, or None.
-
-    It has two tokens of the prompt, so that this process can share prompts where others do.
-
-    Args:
-        is_image: (N, P + T) bool, image tokens.
-        completion: T.
-        multiple: as for `find_window`.
-    """
-    prompt = is_image.size(1) - completion
-    before, behind = _up_to_multiple(2, multiple, prompt), _up_to_multiple(1, multiple, completion)
-    rows = (~is_image[:, prompt - before : prompt + behind]).all(1).nonzero().flatten().tolist()
-    return Window(rows[:1], before, behind, images=False) if rows else None
-
-
-def find_extents(read: torch.Tensor, prompt_mask: torch.Tensor, runs: Sequence[bool]) -> list[Extent]:
-    """Return the columns computed per row, without padding before prompts and behind the last token to read.
-
-    Args:
-        read: (N, T) bool, tokens of completions that have to run.
-        prompt_mask: (N, P), padded on the left.
-        runs: (N,) whether the row runs.
-    """
-    columns = torch.arange(1, read.size(1) + 1, device=read.device)
-    completions = (read * columns).amax(1).tolist()  # (N,)
-    prompts = (prompt_mask.size(1) - prompt_mask.int().argmax(1)).tolist()  # (N,)
-    return [Extent(*of_row) for of_row in zip(prompts, completions, runs, strict=True)]
-
-
-def _up_to_multiple(length: int, multiple: int | None, largest: int) -> int:
-    return min(length + -length % (multiple or 1), largest)
-
-
-def group_by_length(order: Sequence[int], groups: Sequence[int], lengths: Sequence[int], window: int) -> list[int]:
-    """Return a permutation in which rows of similar length, and the rows of a group, stand together.
-
-    Groups are sorted by their longest row, the longest first, and so are the rows of a group; ties keep their order.
-
-    Args:
-        order: permutation of the N rows.
-        groups: (N,) number of the group of each row.
-        lengths: (N,) length of each row.
-        window: rows are only permuted within blocks of this many rows of `order`.
-    """
-    arranged: list[int] = []
-    for start in range(0, len(order), window):
-        rows = sort_by_group(order[start : start + window], groups)
-        arranged += sort_by_group(sorted(rows, key=lambda row: -lengths[row]), groups)
-    return arranged
+    group: int
 
 
 def pack_rows(count: int, load: Callable[[Sequence[int]], float]) -> list[list[int]]:
@@ -144,98 +38,10 @@ def pack_rows(count: int, load: Callable[[Sequence[int]], float]) -> list[list[i
 
 
 def count_positions(extents: Sequence[Extent]) -> tuple[int, int]:
-    """Count the positions that a pass over some rows computes, padding included; skipped rows cost nothing.
-
-    Prompts are as wide as the longest, and so are completions.
-
-    Returns:
-        The positions with the prompt of a group computed once, and with the prompt of every row computed.
-    """
-    running = [extent for extent in extents if extent.runs]
-    longest = max((extent.prompt for extent in running), default=0)
-    completions = len(running) * max((extent.completion for extent in running), default=0)
-    return len({extent.group for extent in running}) * longest + completions, len(running) * longest + completions
-
-
-def score_only_tokens(causal: Any, base: Any, wanted: torch.Tensor | None) -> AbstractContextManager[None]:
-    """Restrict TRL's fused head to the wanted tokens; others get log-probability and entropy 0, and no gradient.
-
-    TRL skips positions without a label only where it has Triton, and cannot skip others.
-
-    Args:
-        causal: transformers model with TRL's fused head.
-        base: the model below the head.
-        wanted: (N, T) bool, of the last T columns of every batch that passes in this block. None: all with a label.
-    """
-    forward: Callable[..., Any] = causal.forward
-
-    @wraps(forward)
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        labels, next_tokens = kwargs.get("labels"), kwargs.get("shift_labels")  # (N, S + 1), (N, S)
-        if next_tokens is None and labels is not None:
-            next_tokens = labels[:, 1:]
-        if torch.compiler.is_compiling() or not kwargs.get("fused_lm_head") or next_tokens is None:
-            return forward(*args, **kwargs)
-        scored = next_tokens != -100
-        if wanted is not None:
-            scored[:, : -wanted.size(1)] = False
-            scored[:, -wanted.size(1) :] &= wanted
-
-        def select_emitting(hidden: torch.Tensor) -> torch.Tensor:
-            """Return (1, K, D) of (N, S or more, D)."""
-            return hidden[:, : scored.size(1)][scored.to(hidden.device)].unsqueeze(0)
-
-        with replace_hidden_states(base, select_emitting):
-            outputs = forward(*args, **kwargs | {"labels": None, "shift_labels": next_tokens[scored].unsqueeze(0)})
-        for name in ("log_probs", "entropy"):
-            if (value := getattr(outputs, name)) is not None:
-                every = value.new_zeros(scored.shape)
-                setattr(outputs, name, every.masked_scatter(scored.to(value.device), value))
-        return outputs
-
-    return patched_method(causal, "forward", chosen)
-
-
-_OF_IMAGES = {*IMAGE_INPUTS, "num_images", "num_tiles"}
-
-
-def trim_inputs(inputs: Mapping[str, Any], window: Window, loss_mask: torch.Tensor | None = None) -> dict[str, Any]:
-    """Cut a window out of the arguments of TRL's `_get_per_token_logps_and_entropies`.
-
-    Args:
-        inputs: its named arguments but for the model: `logits_to_keep` is T; an input may be None.
-        window: rows and columns to keep.
-        loss_mask: (N, T) bool; in each row, columns behind the last of these tokens become padding. None: none do.
-
-    Raises:
-        DataError: rows are left out, and pixel inputs cannot be assigned to rows.
-    """
-    ids = inputs["input_ids"]  # (N, P + T)
-    start = ids.size(1) - inputs["logits_to_keep"] - window.prompt
-    columns = slice(start, start + window.prompt + window.completion)
-    kept = {name: value for name, value in inputs.items() if window.images or name not in _OF_IMAGES}
-    part = take_rows(kept, window.rows) | {"logits_to_keep": window.completion}
-    for name in PER_TOKEN:
-        if part.get(name) is not None:
-            part[name] = part[name][:, columns]
-    if loss_mask is not None:
-        rows = on_device(window.rows, loss_mask.device)
-        read = loss_mask[rows, : window.completion].flip(1).cumsum(1).flip(1) > 0  # (rows, columns)
-        part["attention_mask"] = part["attention_mask"] * torch.nn.functional.pad(read, (window.prompt, 0), value=True)
-    return part
-
-
-def scatter_back(values: torch.Tensor, window: Window, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Scatter windowed results back to (N, T), with 0 for tokens without loss.
-
-    Args:
-        values: (rows, columns) of the window.
-        window: rows and columns that ran.
-        loss_mask: (N, T) bool.
-    """
-    wide = torch.nn.functional.pad(values, (0, loss_mask.size(1) - values.size(1)))
-    every = wide.new_zeros(loss_mask.shape).index_copy(0, on_device(window.rows, values.device), wide)
-    return torch.where(loss_mask, every, 0)
+    """Count the positions of a pass over some rows, with each prompt once, and with the prompt of every row."""
+    running = [extent for extent in extents if extent.completion]
+    completions, prompts = sum(each.completion for each in running), {each.group: each.prompt for each in running}
+    return sum(prompts.values()) + completions, sum(each.prompt for each in running) + completions
 
 
 @dataclass(frozen=True)
@@ -245,12 +51,10 @@ class Skipping:
     Attributes:
         features: the features of a run, by name.
         has_tools: whether completions may have images, which tools return.
-        multiple: the columns of prompts and of completions are multiples of it; None: of 1.
     """
 
     features: Features
     has_tools: bool = False
-    multiple: int | None = None
 
     @property
     def rows(self) -> bool:
@@ -270,44 +74,66 @@ class Skipping:
             return credited
         return valid & credited.any(1, keepdim=True) if self.rows else valid
 
-    def extents(self, batch: Mapping[str, Any]) -> list[Extent]:
-        """Return the columns that each row of a training batch computes."""
-        loss_mask = self.loss_mask(batch)
-        return self._extents(loss_mask, batch["prompt_mask"], loss_mask)
-
-    def _extents(self, loss_mask: Tensor, prompt_mask: Tensor, read: Tensor) -> list[Extent]:
-        runs = (loss_mask.any(1) | (not self.rows)).tolist()
-        if self.padding:
-            return find_extents(read, prompt_mask, runs)
-        return [Extent(prompt_mask.size(1), read.size(1), ran) for ran in runs]
+    def extents(self, batch: Mapping[str, Any], groups: Sequence[int]) -> list[Extent]:
+        """Return the tokens that each row of a training batch computes, and the number of its prompt."""
+        loss_mask, prompt_mask = self.loss_mask(batch), batch["prompt_mask"]
+        if not self.features.share_training.enabled:  # TRL's pass computes padding, too
+            return [Extent(prompt_mask.size(1), loss_mask.size(1), group) for group in groups]
+        runs = loss_mask.any(1) | (not self.rows)
+        completions = last_column(loss_mask if self.padding else valid_tokens(batch)).clamp(min=1) * runs
+        columns = torch.stack([prompt_mask.sum(1), completions], dim=1).tolist()  # the host waits once
+        pairs = zip(columns, groups, strict=True)
+        return [Extent(prompt, completion, group) for (prompt, completion), group in pairs]
 
     def runs_images(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the images of a micro-batch run even if no row has loss."""
         return not self.features.skip_images.enabled and inputs.get("pixel_values") is not None
 
-    def trim(self, inputs: Mapping[str, Any], loss_mask: Tensor, config: Any) -> tuple[dict[str, Any], Window]:
-        """Cut the smallest window with all tokens with loss out of a micro-batch.
+    def lengths(self, inputs: Mapping[str, Any], loss_mask: Tensor, config: Any) -> list[int]:
+        """Return the columns of each row's completion that run, (N,), 0 for rows that do not run; one row always runs.
 
         Args:
             inputs: arguments of TRL's scoring, but for the model.
             loss_mask: (N, T) bool.
             config: configuration of the model, which names its image tokens.
         """
-        length, read = inputs["logits_to_keep"], loss_mask
+        length = inputs["logits_to_keep"]
+        read = loss_mask if self.padding else inputs["attention_mask"][:, -length:].bool()
         if self.has_tools and inputs.get("pixel_values") is not None:
             images = is_image_token(inputs["input_ids"][:, -length:], config)
-            # Sharing needs a token behind the images of a row.
-            read = loss_mask | images | torch.nn.functional.pad(images[:, :-1], (1, 0))
-        cut, window = read if self.padding else None, None
-        if self.rows and self.padding and not self.runs_images(inputs) and not loss_mask.any():
-            window = find_text(is_image_token(inputs["input_ids"], config), length, self.multiple)
-        if window is None:
-            prompt_mask = inputs["attention_mask"][:, :-length]
-            extents, num_images = self._extents(loss_mask, prompt_mask, read), inputs.get("num_images")
-            num_images = num_images if self.runs_images(inputs) else None
-            window = find_window(extents, (prompt_mask.size(1), length), self.multiple, num_images)
-        try:
-            return trim_inputs(inputs, window, cut), window
-        except DataError:  # the pixels of a row are not known, so that every row stays
-            window = replace(window, rows=list(range(len(loss_mask))))
-            return trim_inputs(inputs, window, cut), window
+            # Images of completions run whole, and sharing needs a token behind them.
+            read = read | images | torch.nn.functional.pad(images[:, :-1], (1, 0))
+        runs = loss_mask.any(1) | (not self.rows)
+        prompts = inputs["attention_mask"][:, :-length].sum(1)
+        columns = torch.stack([last_column(read).clamp(min=1) * runs, prompts], dim=1).tolist()  # the host waits once
+        lengths, widths = ([row[place] for row in columns] for place in (0, 1))
+        counts = inputs.get("num_images") or [1] * len(lengths)
+        needed = [row for row, count in enumerate(counts) if count > 0] if self.runs_images(inputs) else []
+        needed = needed or [*range(len(lengths))]
+        if not any(lengths[row] for row in needed):  # all parameters take part in a pass, and so do images if they must
+            lengths[min(needed, key=widths.__getitem__)] = 1
+        return lengths
+
+
+def last_column(read: Tensor) -> Tensor:
+    """Return the number of columns up to the last token to read, (N,), of (N, T) bool."""
+    return (read * torch.arange(1, read.size(1) + 1, device=read.device)).amax(1)
+
+
+def find_text(inputs: Mapping[str, Any], config: Any) -> dict[str, Any] | None:
+    """Return the end of a prompt and the first token of its completion as a batch of one row without images, or None.
+
+    A micro-batch without loss runs it where all parameters have to take part.
+
+    Args:
+        inputs: arguments of TRL's scoring, but for the model.
+        config: configuration of the model, which names its image tokens.
+    """
+    start = inputs["input_ids"].size(1) - inputs["logits_to_keep"]
+    columns = slice(max(start - 2, 0), start + 1)
+    images = is_image_token(inputs["input_ids"][:, columns], config).any(1).tolist()
+    if all(images) or start < 2:
+        return None
+    row = slice(images.index(False), images.index(False) + 1)
+    per_token = {name: inputs[name][row, columns] for name in ("input_ids", "attention_mask")}
+    return per_token | {"logits_to_keep": 1}

@@ -6,7 +6,7 @@ memory.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from vgr_trl.config import PER_WINDOW
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.passes.loss_mask import Extent, count_positions, group_by_length, pack_rows
+from vgr_trl.passes.loss_mask import Extent, count_positions, pack_rows
 from vgr_trl.patching import patched_attribute
+from vgr_trl.pixels import IMAGE_INPUTS, take_entries
 from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens
-from vgr_trl.sharing.lending import PROMPT_GROUP, READ_AGAIN, find_read_again, shuffle_whole_groups, sort_by_group
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.sharing.prefix_split import find_groups, is_image_token
+from vgr_trl.sharing.prefix_split import find_groups, first_rows, is_image_token, sort_by_group
 
 
 @dataclass
@@ -127,7 +127,9 @@ def join_micro_batches(trainer: ConstructedTrainer) -> RowsPerPass:
     reason = trainer.features.join_micro_batches.reason
     if reason is None and most is None and device.type not in ("cpu", "cuda"):
         reason = f"the memory of {device.type} is not measured: give a number as rows_per_pass"
-    limit = math.ceil((most or group) / given) if reason is None else 1
+    # On a GPU memory decides how many groups pass together; elsewhere two do.
+    rows = most or (given * accumulated if device.type == "cuda" else 2 * group)
+    limit = math.ceil(rows / given) if reason is None else 1
     joined = max(each for each in range(1, limit + 1) if accumulated % each == generated % each == 0)
     if joined < limit:
         reason = f"no more divide gradient_accumulation_steps {accumulated} and steps_per_generation {generated}"
@@ -185,7 +187,7 @@ def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[st
         return compute(model, inputs)
     before: Tensor | float = 0.0
     for rows in parts:
-        part = _take_part(inputs, rows)
+        part = take_rows(inputs, rows)
         weight = _weigh_part(part, inputs, trainer.args.loss_type)
         is_last = rows is parts[-1]
         with nullcontext() if is_last else _accumulate(trainer.accelerator, model):
@@ -218,9 +220,8 @@ def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[lis
         memory.begin_pass()
     shares = trainer.features.share_training.enabled
     groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
-    extents = zip(trainer.passes.skipping.extents(inputs), groups, strict=True)
-    mine = torch.tensor([extent._replace(group=group) for extent, group in extents], device=accelerator.device)
-    of_all = [[Extent(*row) for row in rows] for rows in accelerator.gather(mine).view(-1, count, 4).tolist()]
+    mine = torch.tensor(trainer.passes.skipping.extents(inputs, groups), device=accelerator.device)
+    of_all = [[Extent(*row) for row in rows] for rows in accelerator.gather(mine).view(-1, count, 3).tolist()]
 
     def load(rows: Sequence[int]) -> float:
         positions = [count_positions([extents[row] for row in rows]) for extents in of_all]
@@ -235,16 +236,6 @@ def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[lis
     return parts
 
 
-def _take_part(inputs: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-    """Return consecutive rows of a micro-batch; prompts that later parts read are read again."""
-    part = take_rows(inputs, rows)
-    if READ_AGAIN in part:
-        later = set(inputs[PROMPT_GROUP][rows[-1] + 1 :])
-        pairs = zip(part[READ_AGAIN], part[PROMPT_GROUP], strict=True)
-        part[READ_AGAIN] = [again or group in later for again, group in pairs]
-    return part
-
-
 def _weigh_part(part: dict[str, Any], inputs: dict[str, Any], loss_type: str) -> float:
     """Return the weight of a part's mean loss in the mean of the micro-batch."""
     if loss_type in PER_WINDOW:
@@ -257,38 +248,43 @@ def _weigh_part(part: dict[str, Any], inputs: dict[str, Any], loss_type: str) ->
 
 def plan_shuffle(trainer: ConstructedTrainer) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
     """Return a replacement for TRL's `shuffle_sequence_dict`, or None."""
-    args, features, lends = trainer.args, trainer.features, trainer.shared_passes.lending is not None
-    accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
-    window = args.per_device_train_batch_size * min(accumulated, generated)  # rows of a rollout in an optimizer step
-    if not (lends or features.group_by_length.enabled or features.regroup.enabled):
+    if not trainer.features.regroup.enabled:
         return None
-
-    def arrange(batch: dict[str, Any], order: Sequence[int], groups: Sequence[int]) -> list[int]:
-        if features.group_by_length.enabled:
-            extents = trainer.passes.skipping.extents(batch)
-            lengths = [extent.completion if extent.runs else 0 for extent in extents]
-            return group_by_length(order, groups, lengths, window)
-        return sort_by_group(order, groups) if features.regroup.enabled else list(order)
-
-    def shuffle(batch: dict[str, Any]) -> dict[str, Any]:
-        is_image = partial(is_image_token, config=causal_model(trainer.model).config) if trainer.tools else None
-        batch = shuffle_whole_groups(batch, partial(arrange, batch), is_image)
-        if lends and not _can_close_early(trainer):
-            batch[READ_AGAIN] = [True] * len(batch[PROMPT_GROUP])
-        elif lends:
-            runs = [extent.runs for extent in trainer.passes.skipping.extents(batch)]
-            cuts_rollout = bool(accumulated % generated and generated % accumulated)
-            groups, size = batch[PROMPT_GROUP], args.per_device_train_batch_size
-            batch[READ_AGAIN] = find_read_again(groups, runs, size, len(groups) if cuts_rollout else window)
-        return batch
-
-    return shuffle
+    is_image = partial(is_image_token, config=causal_model(trainer.model).config) if trainer.tools else None
+    return partial(shuffle_whole_groups, is_image=is_image)
 
 
-def _can_close_early(trainer: ConstructedTrainer) -> bool:
-    """Whether a prompt may run backward before the micro-batch in which processes exchange their gradients.
+def shuffle_whole_groups(batch: dict[str, Any], is_image: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
+    """Shuffle a generation batch as TRL's `shuffle_sequence_dict` does, but keep the completions of a prompt together.
 
-    That micro-batch may not run the vision tower, whose gradients DDP then leaves out unless it looks for them.
+    Draws the same random numbers as TRL. Values without an entry per row (numbers, None) are kept. Pixel inputs that
+    TRL has cut into rows become one object per group.
+
+    Args:
+        batch: `prompt_ids` and `prompt_mask` (N, P), and tensors or lists with one entry per row.
+        is_image: returns which tokens are image placeholders, where completions may hold images; None: only prompts
+            hold images.
     """
-    alone = trainer.accelerator.num_processes == 1 or not trainer._is_vlm
-    return alone or bool(trainer.args.ddp_find_unused_parameters)
+    pixels = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
+    by_row = list(zip(*pixels.values(), strict=True)) if pixels else None
+    groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], by_row)
+    batch = batch | {name: _share_pixels(each, groups) for name, each in pixels.items() if isinstance(each, list)}
+    if is_image is not None and isinstance(pixels.get("image_grid_thw"), list):
+        groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _select_prompt_pixels(batch, is_image))
+    order = sort_by_group(torch.randperm(len(groups)).tolist(), groups)
+    return take_entries(batch, order)
+
+
+def _select_prompt_pixels(batch: Mapping[str, Any], is_image: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
+    """Return patches and grids of each row's prompt, whose images precede the images of its completion."""
+    before, behind = (is_image(batch[name]).sum(1).tolist() for name in ("prompt_ids", "completion_ids"))  # (N,) each
+    found = []
+    for values, grids, own, others in zip(batch["pixel_values"], batch["image_grid_thw"], before, behind, strict=True):
+        patches = len(values) * own // max(own + others, 1)
+        found.append([values[:patches], grids[grids.prod(-1).cumsum(0) <= patches]])
+    return found
+
+
+def _share_pixels(values: Sequence[Tensor], groups: Sequence[int]) -> list[Tensor]:
+    kept = [values[row].detach().clone() for row in first_rows(groups)]
+    return [kept[group] for group in groups]

@@ -1,6 +1,6 @@
-"""Run the forward passes of a run, each for a stated purpose: `ForwardPasses.run_pass`."""
+"""Run the forward passes of a run, each for a stated purpose and over one row: `ForwardPasses.run_pass`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,32 +11,56 @@ from torch import Tensor, nn
 from trl.models.utils import disable_gradient_checkpointing
 
 from vgr_trl.errors import NotFiniteError
-from vgr_trl.passes.loss_mask import Skipping, scatter_back, score_only_tokens
+from vgr_trl.passes.loss_mask import Skipping, find_text
 from vgr_trl.patches.trl import make_completions_causal
 from vgr_trl.rollout import ConstructedTrainer
-from vgr_trl.sharing.context_manager import whole_groups
-from vgr_trl.sharing.lending import READ_AGAIN, is_last_micro_batch
-from vgr_trl.sharing.model_support import base_of, causal_model, is_compiled
-from vgr_trl.sharing.shared_forward import has_images
-from vgr_trl.signals.scoring import Purpose, Scores, Want, head_with_average_gradient, score
+from vgr_trl.sharing.context_manager import share_prompts
+from vgr_trl.sharing.model_support import base_of, causal_model, replace_hidden_states
+from vgr_trl.sharing.prefix_split import check_inputs, find_split, round_up_to_groups
+from vgr_trl.sharing.report import SharingReport, UnsupportedModel
+from vgr_trl.sharing.row import Row, lay_out
+from vgr_trl.sharing.shared_forward import (
+    count_layers,
+    drop_empty_images,
+    has_images,
+    ignore_empty_images,
+    prepare_rows,
+    run_row,
+)
+from vgr_trl.signals.scoring import (
+    Computed,
+    Purpose,
+    Scores,
+    Want,
+    head_with_average_gradient,
+    read_hidden_states,
+    score,
+)
 
 
 class ForwardPasses:
-    """Runs the forward passes of a run, which share prompts and skip tokens without loss.
+    """Runs the forward passes of a run, each once over one row of prompts and completions.
 
     Args:
         trainer: its model is the policy, whose passes in evaluation mode are not counted and not timed.
-        plain: TRL's `_get_per_token_logps_and_entropies`.
+        plain: TRL's `_get_per_token_logps_and_entropies`, for models and modes without a row.
 
     Attributes:
         skipping: decides which tokens of a micro-batch run.
+        adapter_dtype: type in which autocast computes with adapters; None: without it, or with sharded weights.
     """
 
     def __init__(self, trainer: ConstructedTrainer, plain: Callable[..., tuple[Tensor, Any, Any]]) -> None:
         self.plain, self.policy, self.args, self.accelerator = plain, trainer.model, trainer.args, trainer.accelerator
         self.features, self.clock, self.dummy_image = trainer.features, trainer.clock, trainer.dummy_image
-        self.rows, self.shared, self.vision_cache = trainer.rows_per_pass, trainer.shared_passes, trainer.vision_cache
-        self.skipping = Skipping(trainer.features, bool(trainer.tools), trainer.pad_to_multiple_of)
+        self.rows, self.vision_cache = trainer.rows_per_pass, trainer.vision_cache
+        self.agree, self.is_sharded = trainer._all_agree, trainer.is_sharded
+        self.skipping = Skipping(trainer.features, bool(trainer.tools))
+        precision = self.accelerator.mixed_precision if self.accelerator.distributed_type in _WHOLE else "no"
+        self.adapter_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self._report = SharingReport()
+        if self.features.share_training.enabled or self.features.share_scoring.enabled:
+            prepare_rows(base_of(causal_model(self.policy)))
 
     def run_pass(
         self, model: nn.Module, batch: Mapping[str, Any], want: Want, *, purpose: Purpose, gradients: bool
@@ -48,117 +72,163 @@ class ForwardPasses:
 
         Args:
             model: the policy, its reference or a critic, also wrapped.
-            batch: arguments of TRL's scoring, but for the model, (N, P + T). With tools `tool_mask` (N, T); where
-                prompts are lent to several micro-batches, `READ_AGAIN` (N,), whether a later one reads the prompt.
+            batch: arguments of TRL's scoring, but for the model, (N, P + T). With tools `tool_mask` (N, T).
             want: quantities to return, and tokens that are read.
             purpose: of the pass.
             gradients: whether a backward pass follows.
         """
         given = {name: value for name, value in batch.items() if value is not None}
-        again: Sequence[bool] | None = given.pop(READ_AGAIN, None)
-        length, counts = given["logits_to_keep"], self.policy.training
-        inputs = make_completions_causal(given, causal_model(model).config, length)
+        counts = self.policy.training
+        inputs = make_completions_causal(given, causal_model(model).config, given["logits_to_keep"])
         checkpointing: Any = self.args.gradient_checkpointing_kwargs
-        with torch.set_grad_enabled(gradients):
-            if want.tokens is not None:
-                return self._run_on_tokens(model, inputs, want, want.tokens, again)
-            rows = None if gradients or purpose is Purpose.EVALUATION else self._rows_of_chunk(inputs)
-            with (
-                self.clock.stage(purpose.value, counts and not gradients),
-                nullcontext() if gradients else disable_gradient_checkpointing(self.policy, checkpointing),
-                self.around(model, length, counts=counts),
-            ):
-                return score(model, inputs, want, compute=self._compute, rows_per_pass=rows)
+        if want.tokens is not None and self._can_skip_pass(inputs, want, want.tokens):
+            anchor = torch.zeros(want.tokens.shape, device=want.tokens.device, requires_grad=True)
+            return Scores(0 * anchor, want.tokens, torch.zeros_like(anchor) if want.entropies else None, rows_run=0)
+        is_whole = gradients or purpose is Purpose.EVALUATION or want.tokens is not None
+        rows = None if is_whole else self._rows_of_chunk(inputs)
+        with (
+            torch.set_grad_enabled(gradients),
+            self.clock.stage(purpose.value, counts and not gradients),
+            nullcontext() if gradients else disable_gradient_checkpointing(self.policy, checkpointing),
+            self.around(model, counts=counts),
+        ):
+            scores = score(model, inputs, want, compute=self._compute, rows_per_pass=rows)
+        return replace(scores, values=scores.logps) if purpose is Purpose.CRITIC else scores  # its head gives values
 
-    def _compute(
-        self, model: nn.Module, inputs: dict[str, Any], want: Want
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self.plain(model, **inputs, compute_entropy=want.entropies, compute_aux_loss=want.router_loss)
+    def _compute(self, model: nn.Module, inputs: dict[str, Any], want: Want) -> Computed:
+        """Run one call of the model: over a row, or by TRL's method where there is none."""
+        laid, length = self._lay_out(model, inputs, want.tokens), inputs["logits_to_keep"]
+        if laid is None:
+            reading: Any = read_hidden_states(model, length) if want.reads_states else nullcontext()
+            with reading as read:
+                found = self.plain(model, **inputs, compute_entropy=want.entropies, compute_aux_loss=want.router_loss)
+            return Computed(*found, read[0] if read else None, None, len(inputs["input_ids"]))
+        row, call = laid
+        scored = inputs["attention_mask"][:, -length:].bool() if want.tokens is None else want.tokens  # (N, T)
+        tokens = inputs["input_ids"][:, -length:][scored].unsqueeze(0)  # (1, K)
+        places = row.reads(length)[scored] if tokens.numel() else tokens[0]  # without loss the row may be another one
+        states = list[Tensor]()
+
+        def select_emitting(hidden: Tensor) -> Tensor:
+            states.append(hidden)
+            return hidden[:, places]
+
+        base = base_of(causal_model(model))
+        if self.dummy_image is not None:
+            self.dummy_image.stands_in = has_images(inputs) and not has_images(call)
+        # Labels of the next token: TRL's head projects these positions only, and keeps no logits.
+        labels = {"labels": None, "shift_labels": tokens, "fused_lm_head": True}
+        with replace_hidden_states(base, select_emitting), self.accelerator.autocast():
+            outputs = run_row(model, row, call | labels, count_layers(base))
+        if self.policy.training:
+            self._report.add(len(row.rows), len(row.prompts))
+        logps: Any
+        logps, entropies = (
+            None if each is None else each.new_zeros(scored.shape).masked_scatter(scored.to(each.device), each)
+            for each in (outputs.log_probs, outputs.entropy)
+        )
+        hidden = states[0][0, row.reads(length).clamp(min=0)] if want.reads_states else None  # (N, T, D)
+        return Computed(logps, entropies if want.entropies else None, None, hidden, want.tokens, len(row.rows))
+
+    def _lay_out(
+        self, model: nn.Module, inputs: Mapping[str, Any], tokens: Tensor | None
+    ) -> tuple[Row, dict[str, Any]] | None:
+        """Lay out a batch as a row, or return None where the model or the mode has none.
+
+        Args:
+            inputs: arguments of TRL's scoring, but for the model.
+            tokens: (N, T) bool, tokens with loss; None: all valid tokens are scored.
+        """
+        base, stage = base_of(causal_model(model)), "training" if torch.is_grad_enabled() else "scoring"
+        if self.features.sharing[stage].reason is not None:
+            return None
+        lengths, skipping = None, self.skipping
+        if tokens is not None:
+            is_empty = skipping.rows and skipping.padding and not skipping.runs_images(inputs) and not tokens.any()
+            text = find_text(inputs, base.config) if is_empty else None
+            inputs = inputs if text is None else text
+            lengths = [1] if text is not None else skipping.lengths(inputs, tokens, base.config)
+        stop = inputs["input_ids"].size(1) - 1
+        names = inputs.keys() - {"logits_to_keep", "num_images", "num_tiles"}
+        given = drop_empty_images({name: inputs[name] for name in names})
+        try:
+            check_inputs(given, base.config)
+            split = find_split(given, base.config, (stop - inputs["logits_to_keep"], stop), alone=True)
+            return lay_out(base, given, split, lengths)
+        except UnsupportedModel:
+            return None
 
     def _rows_of_chunk(self, inputs: Mapping[str, Any]) -> int:
         """Return the number of rows of a scoring chunk, the same on every process."""
         args, trains, most = self.args, self.policy.training, self.args.max_tokens_per_micro_batch
         size = args.num_generations if trains else args.num_generations_eval or args.num_generations
         group = size if self.features.share_scoring.enabled else None
-        rows = whole_groups(self.rows.given if trains else args.per_device_eval_batch_size, group or 1)
+        rows = self.rows.given if trains else args.per_device_eval_batch_size
+        rows = round_up_to_groups(rows, group or 1)
         if most is None:
             return rows
         columns = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=self.accelerator.device)
         longest, completion = self.accelerator.gather(columns).view(-1, 2).amax(0).tolist()
         return min(rows, rows_within(most, group, longest, completion))
 
-    def _run_on_tokens(
-        self, model: nn.Module, inputs: dict[str, Any], want: Want, tokens: Tensor, again: Sequence[bool] | None
-    ) -> Scores:
-        """Run the rows and columns of the tokens with loss; other tokens get 0, without a gradient."""
-        reads_states = want.hidden or want.values is not None
-        if not (self.skipping.runs_images(inputs) or tokens.any() or reads_states) and self._can_skip_pass():
-            anchor = torch.zeros(tokens.shape, device=tokens.device, requires_grad=True)
-            return Scores(0 * anchor, tokens, torch.zeros_like(anchor) if want.entropies else None, rows_run=0)
-        part, window = self.skipping.trim(inputs, tokens, causal_model(model).config)
-        if self.dummy_image is not None:
-            self.dummy_image.stands_in = has_images(inputs) and not has_images(part)
-        again = again and [again[row] and window.images for row in window.rows]
-        packs, scored = self.features.pack_completions.enabled, tokens[window.rows, : window.completion]
-        with self.around(model, window.completion, tokens=scored, packs=packs, again=again):
-            scores = score(model, part, want, compute=self._compute)
-        found = {"logps": scores.logps, "entropies": scores.entropies, "values": scores.values}
-        wide: dict[str, Any] = {
-            name: scatter_back(each, window, tokens) for name, each in found.items() if each is not None
-        }
-        return replace(scores, **wide, mask=tokens)
-
-    def _can_skip_pass(self) -> bool:
+    def _can_skip_pass(self, inputs: Mapping[str, Any], want: Want, tokens: Tensor) -> bool:
         """Whether a micro-batch without loss can be skipped: all weights have gradients already.
 
         Where processes exchange gradients, or parts of weights, all have to run the model.
         """
-        kind, lending = self.accelerator.distributed_type, self.shared.lending
-        alone = self.accelerator.num_processes == 1 or not is_last_micro_batch()
-        whole = kind in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-        closes = lending is not None and lending.open and is_last_micro_batch()  # its pass runs open prompts backward
-        if not (alone and whole and self.skipping.rows and self.skipping.padding) or closes:
+        alone = self.accelerator.num_processes == 1 or not self.accelerator.sync_gradients
+        whole = self.accelerator.distributed_type in _WHOLE
+        skips = self.skipping.rows and self.skipping.padding and not self.skipping.runs_images(inputs)
+        if not (alone and whole and skips) or want.reads_states or bool(tokens.any()):
             return False
         return all(weight.grad is not None for weight in self.policy.parameters() if weight.requires_grad)
 
     @contextmanager
-    def around(
-        self,
-        model: nn.Module,
-        completion_length: int | None = None,
-        *,
-        tokens: Tensor | None = None,
-        packs: bool = False,
-        counts: bool = True,
-        again: Sequence[bool] | None = None,
-    ) -> Iterator[None]:
-        """Wrap the passes of this block, in this order: image features, head, shared prompts, dummy image.
+    def around(self, model: nn.Module, *, counts: bool = True) -> Iterator[None]:
+        """Wrap the passes of this block: image features, head, dummy image.
 
         Args:
             model: the model that runs, also wrapped.
-            completion_length: T of a scored batch; None where the model generates.
-            tokens: (N, T) bool, tokens with loss of a training pass.
-            packs: whether completions pass without padding between them.
             counts: whether metrics count these passes; those of an evaluation are left out.
-            again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: no prompt is
-                lent to several micro-batches.
         """
-        generates, trains = completion_length is None, torch.is_grad_enabled()
-        stage = "generation" if generates else "training" if trains else "scoring"
-        causal = causal_model(model)
-        base = base_of(causal)
-        # Without Triton, TRL scores padding, too.
-        narrows = not (trains or generates or base is causal or is_compiled(model))
-        narrows = narrows if tokens is None else self.features.skip_head.enabled
-        sharing = self.features.sharing[stage].reason
+        averages = self.accelerator.is_fsdp2 and torch.is_grad_enabled()
+        uneven = self.agree if self.is_sharded and self.dummy_image is None else None
+        has_rows = self.features.sharing["training" if torch.is_grad_enabled() else "scoring"].enabled
         with (
             self.vision_cache.around(model, counts=counts),
-            head_with_average_gradient(causal) if self.accelerator.is_fsdp2 and trains else nullcontext(),
-            score_only_tokens(causal, base, tokens) if narrows else nullcontext(),
-            self.shared.around(sharing, model, completion_length, packs=packs, counts=counts, again=again),
-            nullcontext() if self.dummy_image is None else self.dummy_image.around(model, generates),
+            head_with_average_gradient(causal_model(model)) if averages else nullcontext(),
+            ignore_empty_images(model, agree=uneven) if uneven or not has_rows else nullcontext(),
+            nullcontext() if self.dummy_image is None else self.dummy_image.around(model, False),
         ):
             yield
+
+    @contextmanager
+    def around_generation(self, model: nn.Module, *, counts: bool = True) -> Iterator[None]:
+        """Share prompts in generations of this block, with cached image features.
+
+        Args:
+            model: the model that generates, also wrapped.
+            counts: whether metrics count these rows.
+        """
+        shares = self.features.share_generation.enabled
+        modes = {"agree": self.agree} if self.is_sharded else {}
+        sharing: Any = share_prompts(model, 1, **modes) if shares else ignore_empty_images(model)
+        with (
+            self.vision_cache.around(model, counts=counts),
+            sharing as report,
+            nullcontext() if self.dummy_image is None else self.dummy_image.around(model, True),
+        ):
+            yield
+        if shares and counts:
+            self._report.add(report.rows, report.prompts)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the prompts computed per row since the last call; empty without rows."""
+        report, self._report = self._report, SharingReport()
+        return {"sharing/prompts_per_row": report.prompts_per_row} if report.rows else {}
+
+
+_WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # processes hold all weights
 
 
 def rows_within(most_tokens: int, group: int | None, longest: int, completion: int) -> int:

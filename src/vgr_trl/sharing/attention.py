@@ -1,33 +1,25 @@
-"""Attention functions that models look up in transformers: wrapped, or replaced where prompts are shared."""
+"""Attention over the row of a pass, and the attention functions that models look up in transformers.
+
+`read_rows` lets every attention function of the process read the layout among its keyword arguments, which a gradient
+checkpoint keeps: prompts attend to themselves, completions to their prompts and to themselves.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention.bias import causal_lower_right
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from vgr_trl.patching import patched_attribute
+from vgr_trl.sharing.merged_attention import attend_merged, can_merge
+from vgr_trl.sharing.row import ROW, Row, Visibility
 
-_SHARED_KEYS = WeakTensorKeyDictionary()  # keys that begin with those of a shared prompt -> True
-_HIDES_NOTHING = WeakTensorKeyDictionary()  # mask -> whether it hides no earlier key
-
-
-def mark_shared(keys: Tensor) -> Tensor:
-    """Let `sdpa_by_key_head` know that keys, (B, H, K, D), belong to a pass with shared prompts.
-
-    It knows them as long as they exist. A flag of the block would be gone when a checkpoint computes a layer again in
-    the backward pass.
-    """
-    _SHARED_KEYS[keys] = True
-    return keys
+_OF_PACKED_ROWS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def wrap_attention(call: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -35,12 +27,183 @@ def wrap_attention(call: Callable[..., Any]) -> AbstractContextManager[None]:
 
     Eager and overridden functions are included.
     """
+    read_rows()
     look_up = AttentionInterface.get_interface
 
     def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         return partial(call, look_up(interface, name, default))
 
     return patched_attribute(AttentionInterface, "get_interface", get_interface)
+
+
+@cache
+def read_rows() -> None:
+    """Let all attention functions of this process read the layout of a row: checkpoints recompute behind any block."""
+    look_up = AttentionInterface.get_interface
+
+    def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        attend = look_up(interface, name, default)
+        return attend if torch.compiler.is_compiling() else partial(attend_row, attend)
+
+    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign, assignment]
+
+
+def attend_row(
+    attend: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any
+) -> Any:
+    """Compute the attention of a row by an attention function of transformers; other calls are its own.
+
+    Args:
+        attend: the function.
+        module: attention layer.
+        query: (1, H, L, D).
+        key: (1, key heads, L, D).
+        value: (1, key heads, L, D).
+        mask: the model's, which a row does not need.
+        options: further arguments of the function, and the layout.
+
+    Returns:
+        (1, L, H, D), and the function's second result for calls without a layout.
+    """
+    row: Row | None = options.pop(ROW, None)
+    if row is None or not isinstance(getattr(module, "layer_idx", None), int):  # such as layers of a vision tower
+        return attend(module, query, key, value, *mask, **options)
+    row.read_by.add(module.layer_idx)
+    options = {name: option for name, option in options.items() if name not in ("attention_mask", *_OF_PACKED_ROWS)}
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        query = query * _scale_by_position(module, row)
+    seen = visibility(module, row, options.get("sliding_window"))
+    if "flash" in module.config._attn_implementation:
+        return _attend_packed(attend, module, query, key, value, row, options), None
+    if attend is sdpa_by_key_head or attend is sdpa_attention_forward:
+        is_plain = not options.get("dropout") and all(
+            options.get(name) is None for name in ("softcap", "position_bias")
+        )
+        if is_plain and can_merge(query, seen):
+            return attend_merged(query, key, value, row, options.get("scaling")), None
+        attend = attend_by_sdpa if is_plain else attend
+    return _attend_padded(attend, module, query, key, value, row, seen, options), None
+
+
+def _scale_by_position(module: Any, row: Row) -> Any:
+    """Return what turns Llama 4's scale of queries by their place in the row into that by their position, (L, 1)."""
+
+    def scale(position: Tensor) -> Any:
+        return torch.log1p(((position + 1.0) / module.floor_scale).floor()) * module.attn_scale + 1.0
+
+    place = torch.arange(len(row.tokens), device=row.device)
+    return (scale(row.tokens % row.shape[1]) / scale(place)).unsqueeze(1)
+
+
+def visibility(module: Any, row: Row, window: int | None) -> Visibility:
+    """Return which tokens of a row an attention layer sees.
+
+    Args:
+        module: attention layer.
+        row: layout.
+        window: the layer's, as it gives it to its attention function.
+    """
+    config = module.config
+    kinds, chunk = getattr(config, "layer_types", None), None
+    if kinds:
+        kind = kinds[module.layer_idx]
+        window = config.sliding_window if kind == "sliding_attention" else None
+        chunk = config.attention_chunk_size if kind == "chunked_attention" else None
+    # Images of Gemma 4 see themselves in layers with a window only.
+    sees_images = row.images is not None and (config.model_type != "gemma4_text" or window is not None)
+    is_wide = window is None or row.longest <= window
+    return Visibility(
+        None if is_wide else window, None if chunk is None or row.longest <= chunk else chunk, sees_images
+    )
+
+
+def _attend_padded(
+    attend: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, row: Row, seen: Visibility,
+    options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Attend in two calls with masks: all prompts, padded, then all completions, padded."""
+    prompts, completions = len(row.prompts), len(row.completions)
+    places = (None if row.is_even else row.query_places, row.key_places, row.key_places)
+    tokens = [each[0].transpose(0, 1) for each in (query, key, value)]  # (L, heads, D)
+    tokens = [each if at is None else each.index_select(0, at) for each, at in zip(tokens, places, strict=True)]
+    first = prompts * max(row.prompts)
+    of_prompts = (each[:first].unflatten(0, (prompts, -1)).transpose(1, 2) for each in tokens)  # (U, heads, P, D)
+    own = (each[first:].unflatten(0, (completions, -1)).transpose(1, 2) for each in tokens)  # (N, heads, C or P + C, D)
+    masks = row.masks(seen)
+    if module.config._attn_implementation == "eager":
+        masks = tuple(_as_bias(mask, row, query.dtype) for mask in masks)  # type: ignore[assignment]
+    parts = [
+        attend(module, *each, mask, **options)[0].flatten(0, 1)  # (places, H, D)
+        for each, mask in zip((of_prompts, own), masks, strict=True)
+    ]
+    outputs: Tensor = torch.cat(parts)
+    return (outputs if row.is_even else outputs.index_select(0, row.back)).unsqueeze(0)
+
+
+def _as_bias(mask: Tensor | None, row: Row, dtype: torch.dtype) -> Tensor:
+    """Return what eager attention adds to scores, 0 or the smallest number, for a mask; None: of a causal mask."""
+    if mask is None:
+        width = max(row.prompts)
+        mask = torch.ones(1, 1, width, width, dtype=torch.bool, device=row.device).tril()
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def _attend_packed(
+    attend: Callable[..., Any],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: Row,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attend in two calls of flash attention with variable lengths: all prompts, then all completions, unpadded."""
+    before, behind = slice(row.first), slice(row.first, None)
+    keys, values = (each.index_select(2, row.packed_keys) for each in (key, value))
+    parts = [(each[:, :, before] for each in (query, key, value)), (query[:, :, behind], keys, values)]
+    bounds = (row.prompt_bounds, row.own_bounds)
+    found = [
+        attend(module, *each, None, **options, **of_part._asdict())[0]
+        for each, of_part in zip(parts, bounds, strict=True)
+    ]
+    return torch.cat(found, dim=1)
+
+
+def attend_by_sdpa(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend by `sdpa` without copying keys and values for every query head.
+
+    With a mask transformers repeats them on a GPU, and the backward pass keeps the copies: 219 MB a layer for
+    Qwen2.5-VL-7B, P 1400, T 512, G 8. There the queries of a key head read a view; on a CPU the kernel does.
+
+    Args:
+        module: attention layer.
+        query: (B, H, Q, D).
+        key: (B, key heads, K, D).
+        value: (B, key heads, K, D).
+        mask: (B, 1, Q, K) bool; None: each of Q = K queries sees all earlier keys.
+        scaling: softmax scale, 1 / sqrt(D) by default.
+
+    Returns:
+        (B, Q, H, D), and no weights.
+    """
+    attend, groups = nn.functional.scaled_dot_product_attention, query.size(1) // key.size(1)
+    if mask is None or groups == 1 or query.device.type == "cpu":
+        causal = {"is_causal": True} if mask is None else {"attn_mask": mask}
+        outputs = attend(query, key, value, scale=scaling, enable_gqa=groups > 1, **causal)
+        return outputs.transpose(1, 2), None
+    if torch.is_autocast_enabled(query.device.type):  # which would cast keys and values again for every query head
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    *rows, columns = mask.shape  # kernels would keep an aligned copy of the mask for each key head
+    bias = query.new_zeros(*rows, columns + -columns % 8)[..., :columns].masked_fill_(~mask, -torch.inf)
+    heads = []
+    for queries, *one_head in zip(query.split(groups, 1), key.split(1, 1), value.split(1, 1), strict=True):
+        keys, values = (each.expand(-1, groups, -1, -1) for each in one_head)
+        heads.append(attend(queries, keys, values, attn_mask=bias, scale=scaling))
+    return torch.cat(heads, 1).transpose(1, 2), None
 
 
 def sdpa_by_key_head(
@@ -54,21 +217,16 @@ def sdpa_by_key_head(
     attend_within: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute transformers' `sdpa` without copying keys and values for every query head where prompts are shared.
-
-    Completions behind a shared prompt always have a mask. With one transformers repeats keys and values, and the
-    backward pass keeps the copies: 219 MB a layer for Qwen2.5-VL-7B, P 1400, T 512, G 8. Here the queries of a key head
-    read a view. Flash attention runs instead where the mask hides no earlier key, as behind prompts without padding;
-    outputs of padding behind completions differ then. Passes without shared prompts run transformers' `sdpa`.
+    """Compute transformers' `sdpa`; one new token reads its keys without a copy for every query head.
 
     Args:
         module: attention layer.
         query: (B, H, Q, D).
-        key: (B, key heads, K, D), known by `mark_shared` where prompts are shared.
+        key: (B, key heads, K, D).
         value: (B, key heads, K, D).
         attention_mask: (B, 1, Q, K).
         dropout: probability.
-        scaling: of the scores; None: 1 / sqrt(D).
+        scaling: softmax scale, 1 / sqrt(D) by default.
         attend_within: function that computes the attention instead, (B, Q, H, D); a hook of the module passes it.
     """
     if attend_within is not None:
@@ -77,28 +235,7 @@ def sdpa_by_key_head(
     plain = dropout == 0 and not any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
     if query.size(2) == 1 and plain and groups > 1 and attention_mask is not None and attention_mask.size(1) == 1:
         return attend_one_token(query, key, value, attention_mask, scaling), None
-    # Models that share prompts are not compiled.
-    shares = plain and query.size(2) > 1 and not torch.compiler.is_compiling() and key in _SHARED_KEYS
-    if not shares or attention_mask is None or attention_mask.size(1) != 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if torch.is_autocast_enabled(query.device.type):  # which would cast keys and values again for every query head
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    takes_flash = can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
-    if takes_flash and hides_nothing_before(attention_mask):
-        return attend_to_all_before(query, key, value, scaling), None
-    if groups == 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if attention_mask.dtype == torch.bool:  # kernels would keep an aligned copy of it for each key head
-        *rows, columns = attention_mask.shape
-        aligned = query.new_zeros(*rows, columns + -columns % 8)[..., :columns]
-        attention_mask = aligned.masked_fill_(~attention_mask, -torch.inf)
-    seen = []
-    for queries, *one_head in zip(query.split(groups, 1), key.split(1, 1), value.split(1, 1), strict=True):
-        keys, values = (each.expand(-1, groups, -1, -1) for each in one_head)
-        attend = nn.functional.scaled_dot_product_attention
-        seen.append(attend(queries, keys, values, attn_mask=attention_mask, scale=scaling))
-    return torch.cat(seen, 1).transpose(1, 2).contiguous(), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
 def attend_one_token(
@@ -113,7 +250,7 @@ def attend_one_token(
         key: (B, key heads, K, D).
         value: (B, key heads, K, D).
         attention_mask: (B, 1, 1, K).
-        scaling: of the scores; None: 1 / sqrt(D).
+        scaling: softmax scale, 1 / sqrt(D) by default.
 
     Returns:
         (B, 1, H, D).
@@ -124,41 +261,8 @@ def attend_one_token(
     return attend(queries, key, value, attn_mask=attention_mask, scale=scaling).reshape(rows, 1, heads, width)
 
 
-def hides_nothing_before(mask: Tensor) -> bool:
-    """Return whether each query sees all keys up to its own and no later key; the queries' keys are the last Q of K.
-
-    Args:
-        mask: (B, 1, Q, K) bool. Queries that do not see their own key are padding, and may see anything.
-    """
-    if mask.dtype != torch.bool:
-        return False
-    if mask not in _HIDES_NOTHING:  # all layers of a pass have the same mask, and the host waits for the answer once
-        queries, keys = mask.shape[-2:]
-        own = mask.diagonal(keys - queries, -2, -1).unsqueeze(-1)
-        before = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril(keys - queries)
-        _HIDES_NOTHING[mask] = bool(((mask == before) | ~own).all())
-    return bool(_HIDES_NOTHING[mask])
-
-
-def attend_to_all_before(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Compute causal attention of the last Q tokens to all K tokens, without a mask that the kernel reads.
-
-    Args:
-        query: (B, H, Q, D).
-        key: (B, key heads, K, D).
-        value: (B, key heads, K, D).
-        scaling: of the scores; None: 1 / sqrt(D).
-
-    Returns:
-        (B, Q, H, D).
-    """
-    seen = causal_lower_right(query.size(2), key.size(2))
-    attend = nn.functional.scaled_dot_product_attention
-    return attend(query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True).transpose(1, 2).contiguous()
-
-
 def keep_keys_unrepeated() -> None:
-    """Register `sdpa_by_key_head` as `sdpa` for the whole process: a checkpoint recomputes layers after the block."""
+    """Register `sdpa_by_key_head` as `sdpa` for the whole process."""
     if AttentionInterface._global_mapping.get("sdpa") is sdpa_attention_forward:
         AttentionInterface.register("sdpa", sdpa_by_key_head)
 

@@ -1,4 +1,4 @@
-"""Probe whether outputs of a model depend on padding or prefix splitting, by two short rows.
+"""Probe whether a model computes a row of prompts and completions as it computes padded rows, by two short ones.
 
 No list of families, or of keys in their configs, stays complete. The few lists here cover what short rows do not show.
 """
@@ -18,66 +18,50 @@ from vgr_trl.errors import error_text
 from vgr_trl.patching import patched_attribute
 from vgr_trl.sharing.model_support import (
     base_of,
-    cache_name,
     causal_model,
     check_model,
-    check_rope,
     has_rope_deltas,
-    rope_parameters,
+    layer_types,
     why_no_pass_shares,
 )
-from vgr_trl.sharing.prefix_cache import PromptsStored, ReadPrefix, WrittenPrefix, layer_types
-from vgr_trl.sharing.prefix_forward import positions_behind
 from vgr_trl.sharing.prefix_split import PrefixSplit
 from vgr_trl.sharing.report import why_unsupported
+from vgr_trl.sharing.row import lay_out
+from vgr_trl.sharing.shared_forward import prepare_rows
 
 _PADDING, _PROMPT, _COMPLETION = 8, 5, 3  # columns of the two rows
-_LAYERS = 4  # that run; more if the first layer of some type comes later
+_LAYERS = 4  # layers the check runs, extended until every layer type is included
 # Mean relative difference of hidden states up to which it counts as rounding. Tiny random models with two to four
 # layers showed 5e-7 in float32 and 1e-2 in bfloat16. Accelerators multiply float32 with the 10 bits of TF32.
 _ROUNDING = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _IN_FLOAT32, _ON_ACCELERATOR = 1e-5, 1e-2
 
 _sharing: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # base model -> why it cannot share
-_padding: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # base model -> why padding counts
 
 
-def why_padding_counts(base: Any) -> str | None:
-    """Return why the results of a base model depend on the padding or width of a batch; None: they do not."""
-    config = base.config.get_text_config(decoder=True)
-    # Scaling that begins at thousands of tokens, and Beam's, which is below the rounding of bfloat16 in a short row.
-    scaled = getattr(config, "attn_temperature_tuning", False) or config.model_type == "beam"
-    if scaled or "llama_4_scaling_beta" in str(rope_parameters(base.config)):
-        return "attention is scaled by the position"
-    if "chunked_attention" in layer_types(base.config):
-        return "attention within chunks"
-    if (reason := why_unsupported(check_rope, base.config)) is not None:
-        return reason
-    if base not in _padding:
-        _padding[base] = _difference(base, "padding around a prompt", _try_padding)
-    return _padding[base]
-
-
-def why_not_share(model: nn.Module, *, gradients: bool) -> str | None:
+def why_not_share(model: nn.Module) -> str | None:
     """Return why a model, in its present state, cannot share prompts; None: it can.
 
     The first call for a model runs its first layers on two short rows, under ZeRO-3 in all processes together.
 
     Args:
         model: transformers model, also wrapped.
-        gradients: whether the passes have gradients.
     """
     if (reason := why_no_pass_shares(model)) is not None:
         return reason
     base = base_of(causal_model(model))
-    if (reason := why_unsupported(check_model, base, gradients)) is not None:
+    if (reason := why_unsupported(check_model, base)) is not None:
         return reason
     if base not in _sharing:
-        _sharing[base] = _difference(base, "a prompt computed before its completion", _try_sharing)
+        _sharing[base] = _difference(base, "a row of prompts and completions", _try_sharing)
     return _sharing[base]
 
 
 Run = Callable[..., Tensor]  # inputs of a base model -> hidden states of its first layers, (2, S, D)
+
+
+class _Enough(Exception):
+    """The first layers have run."""
 
 
 def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | None:
@@ -101,22 +85,15 @@ def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | Non
     return None if difference <= limit else f"{cause} changes its hidden states by {difference:.1g} of their size"
 
 
-def _try_padding(base: Any, run: Run, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Compare padded and unpadded prompts."""
-    cut = slice(_PADDING, _PADDING + _PROMPT)
-    return run(**{name: value[:, cut] for name, value in rows.items()}), run(**rows)[..., cut, :]
-
-
 def _try_sharing(base: Any, run: Run, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Compare completions behind cached prompts with completions of whole rows."""
-    ids, mask, prefix = rows["input_ids"], rows["attention_mask"], WrittenPrefix(base.config, [0, 1])
-    start = _PADDING + _PROMPT
-    cache = str(cache_name(base))
-    run(input_ids=ids[:, :start], attention_mask=mask[:, :start], **{cache: prefix})
-    positions = positions_behind(base, rows, PrefixSplit(start, ids.size(1), groups=[0, 1], pixels={}))
-    behind = ReadPrefix(prefix, torch.arange(2, device=ids.device), [0, 1])
-    inputs = {"input_ids": ids[:, start:], "attention_mask": mask, "position_ids": positions}
-    return run(**inputs, **{cache: behind}), run(**rows)[..., start:, :]
+    """Compare the completions of one row of prompts and completions with those of whole rows."""
+    prepare_rows(base)
+    start, stop = _PADDING + _PROMPT, rows["input_ids"].size(1)
+    row, call = lay_out(base, rows, PrefixSplit(start, stop, groups=[0, 1], pixels={}), [_COMPLETION] * 2)
+    hidden = run(**call)[..., 0, row.reads(_COMPLETION), :]
+    if not row.read_by:
+        raise TypeError("its attention gets no further arguments")
+    return hidden, run(**rows)[..., start:, :]
 
 
 def _rows(base: Any) -> dict[str, Tensor]:
@@ -140,11 +117,11 @@ def _first_layers(base: Any) -> Iterator[Run]:
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         states.append(output if isinstance(output, Tensor) else output[0])
-        raise PromptsStored
+        raise _Enough
 
     def run(**inputs: Any) -> Tensor:
-        with suppress(PromptsStored):
-            keep(base, (), base.forward(**inputs, use_cache=False, return_dict=True))
+        with suppress(_Enough):
+            keep(base, (), base.forward(**{**inputs, "use_cache": False, "return_dict": True}))
         return states.pop()
 
     changes: list[tuple[Any, str, Any]] = [(base, "rope_deltas", None)] if has_rope_deltas(base) else []

@@ -1,8 +1,7 @@
 """Models that can share prompts, the reasons why others cannot, and the parts of a model."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 from accelerate.state import AcceleratorState, DistributedType, is_initialized
@@ -10,15 +9,13 @@ from peft import PeftMixedModel, PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask, lazy_import_flash_attention
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.sharing.prefix_cache import is_stateless_layer, layer_types
-from vgr_trl.sharing.report import require
+from vgr_trl.sharing.report import UnsupportedModel, require
 
 # Attributes of transformers' layers that hold a dropout rate, or the width of a router's noise.
 _RATES = (
@@ -72,8 +69,11 @@ def attention_modules(model: nn.Module) -> list[Any]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` has been applied to the model or to any of its modules."""
-    return any(hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) for each in model.modules())
+    """Whether `torch.compile` has been applied to the model, or to a module with attention of its language model."""
+    compiled = (
+        each for each in model.modules() if hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None)
+    )
+    return any(attention_modules(each) for each in compiled)
 
 
 def checkpointed_modules(model: nn.Module, *, when_training: bool = False) -> list[nn.Module]:
@@ -85,50 +85,6 @@ def checkpointed_modules(model: nn.Module, *, when_training: bool = False) -> li
     """
     parts = (module for module in model.modules() if when_training or module.training)
     return [module for module in parts if getattr(module, "gradient_checkpointing", False)]
-
-
-def recomputes_without_graph(model: nn.Module, *, when_training: bool = False) -> bool:
-    """Whether a gradient checkpoint of the model runs its layers without gradients first (`use_reentrant`).
-
-    Args:
-        model: any model.
-        when_training: treat the model as in training mode, whatever its mode is.
-    """
-    return any(is_reentrant(module) for module in checkpointed_modules(model, when_training=when_training))
-
-
-def is_reentrant(module: Any) -> bool:
-    """Whether a module's gradient checkpoint runs its layers without gradients first."""
-    function = getattr(module, "_gradient_checkpointing_func", None)
-    if not isinstance(function, partial) or function.func is not checkpoint:
-        return False
-    return bool(function.keywords.get("use_reentrant", True))
-
-
-NEEDS_REENTRANT = (
-    "frozen weights under ZeRO-3, which this DeepSpeed releases during a recompute: install deepspeed>=0.19.3"
-)
-
-
-def releases_during_recompute() -> bool:
-    """Whether the installed DeepSpeed needs `use_reentrant` for frozen weights under ZeRO-3 (DeepSpeed#8148)."""
-    from deepspeed.runtime.zero import partitioned_param_coordinator  # which only its users have
-
-    return not hasattr(partitioned_param_coordinator, "update_recompute_parameters")
-
-
-def why_reentrant(base: nn.Module, sharded_by_deepspeed: bool) -> str | None:
-    """Return why checkpoints have to be reentrant, so that training shares no prompts; None: they need not."""
-    frozen = any(not parameter.requires_grad for parameter in base.parameters())
-    return NEEDS_REENTRANT if sharded_by_deepspeed and frozen and releases_during_recompute() else None
-
-
-DROPS_CACHES = "gradient checkpointing by a transformers whose layers then drop caches (5.23 keeps them)"
-
-
-def checkpoints_drop_caches() -> bool:
-    """Whether checkpointed layers drop their cache, as in transformers 5.9 and 5.10."""
-    return not hasattr(GradientCheckpointingLayer, "_can_checkpoint_with_cache")
 
 
 def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool:
@@ -218,21 +174,16 @@ def cache_of(inputs: Mapping[str, Any]) -> Any:
     return next((inputs[name] for name in _CACHE_NAMES if inputs.get(name) is not None), None)
 
 
-def check_model(base: Any, gradients: bool) -> None:
-    """Raise `UnsupportedModel` if a base model, in its present state, cannot continue a cached prompt.
+def check_model(base: Any) -> None:
+    """Raise `UnsupportedModel` if a base model, in its present state, cannot compute a prompt once.
 
     Args:
         base: base model (without head) of a transformers model.
-        gradients: whether the pass has gradients.
     """
-    if gradients:
-        why = why_reentrant(base, is_partitioned(base)) if recomputes_without_graph(base) else None
-        require(why is None, str(why))
-        require(not (checkpoints_drop_caches() and checkpointed_modules(base)), DROPS_CACHES)
-        require(not flattens_layers(base), "the first version of FSDP")
     config = base.config
-    keeps = cache_name(base) is not None and not config.is_encoder_decoder
-    require(keeps, "a model without a cache of keys and values")
+    require(not config.is_encoder_decoder, "a model with an encoder")
+    hands_on = any(each.kind is Parameter.VAR_KEYWORD for each in signature(base.forward).parameters.values())
+    require(hands_on, "a model that takes no further arguments for its attention")
     hooks = (getattr(hook, "keywords", ()) for module in base.modules() for hook in module._forward_pre_hooks.values())
     require(not any("adapter_names" in keywords for keywords in hooks), "adapter_names, an adapter for each row")
     # Ovis2: its visual indicator tokens are text in a pass without images.
@@ -244,12 +195,39 @@ def check_model(base: Any, gradients: bool) -> None:
     unknown = set(layer_types(config)) - _LAYER_TYPES
     unknown = unknown or {type(layer).__name__ for layer in layers if not _is_shareable(layer)}
     require(not unknown, f"layers of type {min(unknown, default='')}")
+    if (reason := why_attention_reads_no_row(base)) is not None:
+        raise UnsupportedModel(reason)
     shares_keys = any(is_stateless_layer(layer) for layer in layers)
     known = text.model_type in _KEY_SHARING_FAMILIES
     require(not shares_keys or known, "layers that take their keys and values from another")
     sees = getattr(text, "use_bidirectional_attention", None)
     require(not sees or (text.model_type, sees) in _IMAGES_SEE_THEMSELVES, "bidirectional attention over text")
     require(layers, "a cache without layers")  # transformers 5.9 makes none for a Gemma 3n whose layers share no keys
+
+
+def why_attention_reads_no_row(base: Any) -> str | None:
+    """Return why the attention function of a base model cannot compute the attention of a row; None: it can."""
+    attention = str(base.config.get_text_config(decoder=True)._attn_implementation)
+    if "flash" not in attention:
+        return None if attention in ("sdpa", "eager") else f"{attention} attention"
+    try:
+        kernel = lazy_import_flash_attention(attention)[0][1]
+    except (ImportError, ValueError, AttributeError) as error:
+        return f"the kernel of {attention} cannot be imported: {error}"
+    if kernel is None or flash_attn_supports_top_left_mask():
+        return f"the kernel of {attention} does not take fewer queries than keys"
+    kinds = {*layer_types(base.config)} - {"full_attention", "sliding_attention"}
+    return f"{attention} attention and layers of type {min(kinds)}" if kinds else None
+
+
+def is_stateless_layer(layer: Any) -> bool:
+    """Whether a cache layer reads the keys and values of another layer; older releases have none of them."""
+    return type(layer).__name__ == "DummyLayer"
+
+
+def layer_types(config: Any) -> list[str]:
+    """Return the type of each layer of a language model; empty where its config names none."""
+    return list(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def _is_shareable(layer: Any) -> bool:

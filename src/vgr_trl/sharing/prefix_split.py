@@ -24,6 +24,7 @@ from vgr_trl.sharing.report import UnsupportedModel, require
 
 PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}
+NOT_TWICE = "no prompt occurs twice"
 _EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 # Families whose completions may hold images: `get_rope_index` gives the positions of whole rows.
 IMAGES_BEHIND = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
@@ -59,6 +60,22 @@ def find_groups(ids: Tensor, mask: Tensor | None = None, pixels: Sequence[Sequen
 def first_rows(groups: Sequence[int]) -> list[int]:
     """Return the first row of each group, in the order of the groups."""
     return [row for row, group in enumerate(groups) if group not in groups[:row]]
+
+
+def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int]:
+    """Move the rows of each group to the place of its first row in a permutation, in the same order.
+
+    Args:
+        permutation: rows.
+        groups: number of the group of each row, by the row's number.
+    """
+    position = {group: place for place, group in enumerate(dict.fromkeys(groups[row] for row in permutation))}
+    return sorted(permutation, key=lambda row: position[groups[row]])
+
+
+def round_up_to_groups(batch_size: int, num_generations: int) -> int:
+    """Round a batch size up to a multiple of `num_generations`, for passes without gradients."""
+    return -(-batch_size // num_generations) * num_generations
 
 
 def _compare_pixels(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
@@ -100,7 +117,6 @@ class PrefixSplit:
         pixels: pixel input -> slice of each row's prompt in it.
         behind: pixel input -> slice of each row's completion in it; empty where no completion has an image.
         copies: number of completions that `generate` samples for each row.
-        lent: a `MicroBatch` where prompts are lent to several micro-batches; None: all prompts run in this pass.
     """
 
     start: int
@@ -108,13 +124,7 @@ class PrefixSplit:
     groups: list[int]
     pixels: dict[str, list[slice]]
     copies: int = 1
-    lent: Any = None
     behind: dict[str, list[slice]] = field(default_factory=dict)
-
-    @property
-    def computed(self) -> int:
-        """Number of prompts that run in this pass."""
-        return self.prompts if self.lent is None else int(self.lent.computed)
 
     @property
     def rows(self) -> int:
@@ -177,7 +187,7 @@ def find_split(
     start, stop = columns or (_find_best_start(ids, mask, is_image, pixels), ids.size(1))
     require(1 <= start < stop, "no prompt before the completions")
     groups = find_groups(ids[:, :start], mask[:, :start], pixels)
-    require(alone or max(groups) + 1 < len(groups), "no prompt occurs twice")
+    require(alone or max(groups) + 1 < len(groups), NOT_TWICE)
     check_equal_prompts(inputs, groups, start)
     unfit = is_image[:, start:] if types is None else is_image[:, start:] | types[:, start:].bool()
     if behind and types is not None and config.model_type in IMAGES_BEHIND:
@@ -223,7 +233,7 @@ def _find_best_start(ids: Tensor, mask: Tensor, is_image: Tensor, pixels: Sequen
     is_earlier = (groups.unsqueeze(1) == groups).tril(-1)  # (N, N), among rows with the same pixels
     shared: list[int] = (common * is_earlier).amax(1).tolist()  # columns that a row has in common with some earlier row
     splits = {split for split in shared if split >= earliest}
-    require(splits, "no prompt occurs twice")
+    require(splits, NOT_TWICE)
     return max(splits, key=lambda split: split * sum(other >= split for other in shared))
 
 

@@ -1,59 +1,68 @@
-"""A base model's forward pass that computes equal prompts once, and ignores empty pixel inputs."""
+"""A base model's forward pass over the row of a batch, and passes without empty pixel inputs."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from threading import RLock
 from typing import Any
 
 import torch
+from accelerate.state import GradientState
 from torch import Tensor, nn
 
 from vgr_trl.errors import DataError
 from vgr_trl.pixels import IMAGE_INPUTS
-from vgr_trl.sharing.exactness import why_not_share
-from vgr_trl.sharing.lending import Lending, MicroBatch, is_last_micro_batch
+from vgr_trl.sharing.attention import keep_keys_unrepeated, read_rows
 from vgr_trl.sharing.model_support import (
     base_of,
     cache_of,
     causal_model,
     check_model,
     has_active_dropout,
-    has_sharded_parameters,
     is_compiled,
-    shards_layers,
-    why_no_pass_shares,
 )
-from vgr_trl.sharing.prefix_forward import prefix_forward
-from vgr_trl.sharing.prefix_split import PrefixSplit, check_inputs, find_split
-from vgr_trl.sharing.report import SharingReport, UnsupportedModel, require, why_unsupported
+from vgr_trl.sharing.prefix_split import NOT_TWICE, PrefixSplit, check_inputs, find_split
+from vgr_trl.sharing.report import SharingReport, UnsupportedModel, require
+from vgr_trl.sharing.row import ROW, Row, lay_out
+from vgr_trl.sharing.state_mixers import split_state_mixers
 
 
-class ModelChecks:
-    """Answers about the thousands of modules of a model, valid while its wrappers stay the same.
+def prepare_rows(base: Any) -> None:
+    """Let the token mixers of a base model read the layout of rows, for the whole process."""
+    keep_keys_unrepeated()
+    read_rows()
+    split_state_mixers(base)
+
+
+def run_row(plain: Callable[..., Any], row: Row, call: Mapping[str, Any], layers: int) -> Any:
+    """Run a model over a row; return its outputs.
 
     Args:
-        model: transformers model, also wrapped.
+        plain: forward pass of a transformers model, or of its base.
+        row: layout.
+        call: its arguments, as `lay_out` returns them.
+        layers: number of layers of the language model.
 
-    Attributes:
-        reason: why no pass shares prompts; None: it depends on the pass.
-        gathers: whether FSDP2 shards the model.
+    Raises:
+        UnsupportedModel: a layer has not read the layout, so that its tokens saw each other.
     """
+    outputs = plain(**call)
+    require(len(row.read_by) == layers, "a model that does not hand the layout of a row on to all of its layers")
+    return outputs
 
-    def __init__(self, model: nn.Module) -> None:
-        # The probe would run a sharded model without its wrapper.
-        sharded = has_sharded_parameters(model)
-        self.reason = why_no_pass_shares(model) if sharded else why_not_share(model, gradients=False)
-        self._base = base_of(causal_model(model))
-        self.gathers = shards_layers(self._base)
 
-    @cached_property
-    def why_not_train(self) -> str | None:
-        """Why no pass with gradients shares prompts; None: it depends on the pass."""
-        return why_unsupported(check_model, self._base, True)
+def count_layers(base: Any) -> int:
+    """Return the number of layers of a base model's language model."""
+    return int(base.config.get_text_config(decoder=True).num_hidden_layers)
+
+
+WHOLE_GROUPS = (
+    "for prompts shared in training, use GRPOTrainer(args=vgr_trl.sharing.whole_groups(args)), which puts whole groups "
+    "into micro-batches for the same update."
+)
 
 
 @dataclass(eq=False)
@@ -66,15 +75,9 @@ class SharedForward:
         report: counts all calls.
         completion_length: T, if every batch has P + T columns of prompt and completion; None: the longest common
             beginnings of the rows are shared.
-        agree: returns whether an answer is True in all processes. They have to share a batch together: with sharded
-            parameters they run equally many passes, and DeepSpeed reduces gradients in the order of arrival.
-            None: each process decides alone.
+        agree: returns whether an answer is True in all processes, where `generate` needs equally many passes in all of
+            them. None: each process decides alone.
         sharded: whether parameters are sharded; a pass with images in some processes only is refused then.
-        packs: whether completions of a given length run behind their prompts as one row without padding, for models
-            without a reason in `why_not_pack`.
-        lending: prompts lent to several micro-batches with gradients; None: no prompt is lent.
-        again: (N,) whether a later micro-batch of the optimizer step reads the prompt of a row; None: unknown.
-        checks: of the model; None: every pass checks anew.
 
     Attributes:
         first_step: counts by kind of call, printed after the first step; None: nothing is printed.
@@ -89,24 +92,19 @@ class SharedForward:
     completion_length: int | None
     agree: Callable[[bool], bool] | None = None
     sharded: bool = True
-    packs: bool = False
-    lending: Lending | None = None
-    again: Sequence[bool] | None = None
-    checks: ModelChecks | None = None
     first_step: dict[str, SharingReport] | None = None
     labelled: int | None = None
     paused: bool = False
     refused: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.alike = self.sharded and self.agree is not None
-        self.warns = self.checks is None  # of dropout, once; `DAPOTrainer` warns at the start of a run
+        self.warns = True  # of dropout, once
         self.names = list(signature(self.plain).parameters)
         self.agree_on_images = self.agree if self.sharded and "pixel_values" in self.names else None
-        self.lock = RLock()  # the model keeps the offsets of one batch at a time
+        self.lock = RLock()  # the model keeps the offsets of one generation at a time
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or ROW in kwargs:
             return self.plain(*args, **kwargs)
         with self.lock:
             width, self.labelled = self.completion_length or self.labelled, None  # labels belong to one call
@@ -116,48 +114,36 @@ class SharedForward:
             if inputs.get("use_cache") or cache_of(inputs) is not None:
                 return self.plain(**inputs)
             gradients = torch.is_grad_enabled()
-            if gradients and self.lending is not None:
-                self.lending.begin_pass()
-            # FSDP2 gathers a layer's weights when a gradient reaches the layer's output, so all outputs are needed.
-            gathers = gradients and (shards_layers(self.base) if self.checks is None else self.checks.gathers)
-            modes: dict[str, Any] = {"whole": width is None or gathers, "alike": self.alike, "packs": self.packs}
-            shared = partial(prefix_forward, self.base, self.plain, inputs, **modes)
             kind = "training" if gradients else "scoring"
             rows = inputs.get("inputs_embeds") if inputs.get("input_ids") is None else inputs["input_ids"]
-            outputs = self.share(kind, rows, partial(self._split, inputs, width), shared, partial(self.plain, **inputs))
-            if gradients and is_last_micro_batch():
-                self._finish_step(outputs)
+            split, shared = partial(self._split, inputs, width), partial(self._run, inputs, width is None)
+            outputs = self.share(kind, rows, split, shared, partial(self.plain, **inputs))
+            if gradients and self.first_step is not None and GradientState().sync_gradients:
+                self._tell_first_step(self.first_step)
             return outputs
 
-    def _finish_step(self, outputs: Any) -> None:
-        """Close open prompts in the last micro-batch of an optimizer step, and print the counts of the first step."""
-        if self.lending is not None and self.lending.open:
-            outputs.last_hidden_state = self.lending.close_all(outputs.last_hidden_state)
-        if self.first_step is not None:
-            kinds = "; ".join(f"{kind} {counts}" for kind, counts in self.first_step.items())
-            print(f"share_prompts, until the end of the first step: {kinds}.", flush=True)
-            self.first_step = None
+    def _tell_first_step(self, counts: Mapping[str, SharingReport]) -> None:
+        """Print the counts of the first step, and how to share more."""
+        kinds = "; ".join(f"{kind} {counted}" for kind, counted in counts.items())
+        print(f"share_prompts, until the end of the first step: {kinds}.", flush=True)
+        if "training" in counts and counts["training"].plain.get(NOT_TWICE):
+            print(f"share_prompts: {WHOLE_GROUPS}", flush=True)
+        self.first_step = None
 
     def _split(self, inputs: dict[str, Any], width: int | None) -> PrefixSplit:
-        """Split a batch, and lend its prompts to other micro-batches where that is possible."""
-        if self.checks is None or not torch.is_grad_enabled():
-            check_model(self.base, torch.is_grad_enabled())
-        else:
-            require(self.checks.why_not_train is None, str(self.checks.why_not_train))
+        """Split a batch into its prompts and completions."""
+        check_model(self.base)
         check_inputs(inputs, self.base.config)
-        stop = inputs["input_ids"].size(1) - 1
-        columns = None if width is None else (stop - width, stop)  # the last column emits no token
         unset = width is None and inputs.get("use_cache") is None and not self.base.training  # may decode next
         require(not (unset and self.base.config.get_text_config(decoder=True).use_cache), "use_cache is not False")
-        lends = self.lending is not None and torch.is_grad_enabled() and columns is not None and self.agree is None
-        lends = lends and inputs.get("attention_mask") is not None and inputs.get("position_ids") is None
-        split = find_split(inputs, self.base.config, columns, alone=lends or self.agree is not None)
-        require(not split.behind or self.agree is None, "images in completions, of sharded models or with DeepSpeed")
-        if not lends or self.lending is None:
-            return split
-        lent = MicroBatch(self.lending, inputs, split, self.again)
-        require(lent.lends or split.prompts < split.rows, "no prompt occurs twice")
-        return replace(split, lent=lent) if lent.lends else split
+        stop = inputs["input_ids"].size(1) - (width is not None)  # the last column emits no token
+        return find_split(inputs, self.base.config, None if width is None else (stop - width, stop))
+
+    def _run(self, inputs: dict[str, Any], whole: bool, split: PrefixSplit) -> Any:
+        """Run a split batch; return the base model's outputs (N, S, D), 0 for prompts and padding unless `whole`."""
+        row, call = lay_out(self.base, inputs, split, whole=whole)
+        outputs = run_row(self.plain, row, call, count_layers(self.base))
+        return type(outputs)(last_hidden_state=row.spread(outputs.last_hidden_state[0], whole=whole))
 
     def share(
         self,
@@ -166,8 +152,9 @@ class SharedForward:
         split: Callable[[], PrefixSplit],
         shared: Callable[[PrefixSplit], Any],
         plain: Callable[[], Any],
+        agree: Callable[[bool], bool] | None = None,
     ) -> Any:
-        """Share prompts, or fall back to the plain call if this or another process cannot.
+        """Share prompts, or fall back to the plain call if that is not exact.
 
         Args:
             kind: of call; after a failure no call of this kind shares prompts.
@@ -175,24 +162,26 @@ class SharedForward:
             split: splits the batch, or raises `UnsupportedModel`.
             shared: runs a split batch, or raises `UnsupportedModel`.
             plain: runs the batch without sharing.
+            agree: returns whether an answer is True in all processes, which then share together or not at all; None:
+                each process decides alone.
         """
         found, reason = None, self.refused.get(kind, "")
         try:
             found = None if reason else split()
         except UnsupportedModel as error:
             reason = str(error)
-        if self.agree is not None:
-            if not self.agree(found is not None):
+        if agree is not None:
+            if not agree(found is not None):
                 found, reason = None, reason or "another process cannot share this batch"
-            elif found is not None and self.agree(found.prompts == found.rows):
-                found, reason = None, "no prompt occurs twice"
+            elif found is not None and agree(found.prompts == found.rows):
+                found, reason = None, NOT_TWICE
         if found is not None:
             try:
                 outputs = shared(found)
             except UnsupportedModel as error:
                 self.refused[kind] = reason = str(error)
             else:
-                self._count(kind, found.rows, found.computed)
+                self._count(kind, found.rows, found.prompts)
                 if self.warns and has_active_dropout(self.base):
                     warnings.warn("The completions of a prompt share its dropout or router noise.", stacklevel=2)
                     self.warns = False

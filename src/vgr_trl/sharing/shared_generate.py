@@ -100,12 +100,13 @@ class SharedGeneration:
         plain = partial(self.plain, *args, **kwargs)
         with self.forward.lock, patched_attribute(self.forward, "paused", True):
             split, generate = partial(self._split, inputs), partial(self._generate, inputs)
-            return self.forward.share("generation", inputs["input_ids"], split, generate, plain)
+            return self.forward.share("generation", inputs["input_ids"], split, generate, plain, self.forward.agree)
 
     def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
         """Split prompts from their last tokens, which run with the completions."""
         require(getattr(self.plain, "__func__", None) is GenerationMixin.generate, "a generate method of its own")
-        check_model(self.forward.base, gradients=False)
+        check_model(self.forward.base)
+        require(cache_name(self.forward.base) is not None, "a model without a cache of keys and values")
         require(not checkpointed_modules(self.model), "generate with gradient checkpointing on")
         starts_anew = cache_of(inputs) is None and inputs.get("inputs_embeds") is None
         require(starts_anew, "generate from a cache or from embeddings")
@@ -127,7 +128,7 @@ class SharedGeneration:
         require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")
         check_token_types(inputs, self.model.config)
         copies = config.num_return_sequences or 1
-        alone = copies > 1 or self.forward.agree is not None
+        alone = copies > 1 or self.forward.agree is not None  # processes share together
         split = find_split(inputs, self.model.config, (ids.size(1) - 1, ids.size(1)), alone=alone)
         return replace(split, copies=copies)
 

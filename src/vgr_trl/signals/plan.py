@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from vgr_trl.errors import ConfigError
 from vgr_trl.pixels import on_device
 from vgr_trl.sharing.model_support import cache_of
-from vgr_trl.sharing.prefix_cache import ReadPrefix, WrittenPrefix
+from vgr_trl.sharing.row import ROW, Row
 
 
 @dataclass(frozen=True)
@@ -27,43 +28,30 @@ class Queries:
 
 @dataclass
 class Pass:
-    """A pass of B rows through the decoder, which stand for rows of the batch.
+    """A pass of B rows of the batch through the decoder.
 
     Attributes:
-        numbers: batch rows measured by this pass.
-        groups: for each of `numbers` its number among the B; rows whose prompt passes once have the same.
-        shape: B, and the number Q of positions that pass.
-        seen: number of positions in the cache, in front of the positions that pass.
-        emitting: queries whose attention mass is wanted; None if this pass has none.
-        columns: places of the emitting queries among the wanted positions.
-        instruction: queries of instruction tokens of any row; None if they are not wanted, or not in this pass.
-        device: of the pass.
+        rows: the rows.
+        shape: B, and the number Q of positions.
+        emitting: queries whose attention mass is wanted.
+        instruction: queries of instruction tokens of any row; None if they are not wanted.
+        row: layout, where prompts and completions pass as one row; None: padded rows pass.
         done: numbers of the measured layers; a checkpoint's recomputation calls them again.
-        indices: `numbers` and `groups` on the device.
-        owners: (B,) on the device, for each row that passes a batch row with its tokens.
     """
 
-    numbers: list[int]
-    groups: list[int]
+    rows: slice
     shape: tuple[int, int]
-    seen: int
-    emitting: Queries | None
-    columns: slice
+    emitting: Queries
     instruction: Queries | None
-    device: torch.device
+    row: Row | None
     done: set[int] = field(default_factory=set)
     _found: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)  # sets of so many keys
 
-    def __post_init__(self) -> None:
-        self.indices = on_device(self.numbers, self.device), on_device(self.groups, self.device)
-        owners = [self.numbers[self.groups.index(group)] for group in range(self.shape[0])]
-        self.owners = on_device(owners, self.device)
-
     def sets_of_keys(self, sets: Tensor, queries: tuple[int, ...], num_keys: int, device: torch.device) -> Tensor:
-        """Return the sets of the keys of an attention call, (B, K, 2) bool.
+        """Return the sets of the keys of an attention call over padded rows, (B, K, C) bool.
 
         Args:
-            sets: (N, P or S, 2) bool, of the batch.
+            sets: (N, P or S, C) bool, of the batch.
             queries: number of rows and queries of the call.
             num_keys: K.
             device: of the call.
@@ -71,15 +59,27 @@ class Pass:
         Raises:
             ConfigError: a layer gets other rows or queries than the decoder, or more keys than there are positions.
         """
-        first = self.seen + self.shape[1] - num_keys  # a sliding-window cache has dropped earlier keys
-        if queries != self.shape or first < 0:
-            call = f"A layer attends with rows and queries {queries} to {num_keys} keys, where {self.shape} pass behind"
-            raise ConfigError(f"{call} {self.seen} positions: cross attention and fixed caches cannot be measured.")
+        if queries != self.shape or num_keys > self.shape[1]:
+            call = f"A layer attends with rows and queries {queries} to {num_keys} keys, where {self.shape} pass"
+            raise ConfigError(f"{call}: cross attention and fixed caches cannot be measured.")
         if (num_keys, device) not in self._found:  # once for all layers
-            found = sets[self.owners.to(sets.device)][:, first : first + num_keys]
+            found = sets[self.rows, :num_keys]
             found = torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1)))
             self._found[num_keys, device] = found.to(device)
         return self._found[num_keys, device]
+
+    @cached_property
+    def places(self) -> Tensor:
+        """(B, T') places in the row of the wanted positions; -1: the position did not pass."""
+        assert self.row is not None
+        return self.row.table[:, self.emitting.index.to(self.row.device)]
+
+    def of_tokens(self, sets: Tensor) -> Tensor:
+        """Return the sets of the tokens of the row, (L, C), of (N, P or S, C)."""
+        assert self.row is not None
+        tokens = self.row.tokens.to(sets.device)
+        wide = torch.nn.functional.pad(sets[self.rows], (0, 0, 0, self.row.shape[1] - sets.size(1)))
+        return wide.flatten(0, 1)[tokens]
 
 
 class PassPlan:
@@ -108,7 +108,7 @@ class PassPlan:
         self._instruction = sets[:, :prompt, 1].any(0).nonzero().flatten().tolist() if measure_prompt else []
         self._length: int | None = None
         self._base_seen = False
-        self._next_row = self._to_come = self._passed = 0  # rows of a split batch, and rows of it so far
+        self._next_row = 0
 
     def hook(self, stack: ExitStack, base: nn.Module, attention: nn.Module) -> None:
         """Follow the batch until `stack` is closed."""
@@ -130,7 +130,8 @@ class PassPlan:
         inputs = kwargs["inputs_embeds"] if inputs is None else inputs
         if positions_seen(cache_of(kwargs)):
             raise ConfigError("Attention is measured over whole sequences: pass them without a cache.")
-        self._plan_positions(inputs.size(1))
+        row: Row | None = kwargs.get(ROW)
+        self._plan_positions(inputs.size(1) if row is None else row.shape[1])
 
     def _plan_positions(self, length: int) -> None:
         if (columns := self.sets.size(1)) > length or self._length not in (None, length):
@@ -146,41 +147,26 @@ class PassPlan:
         self.picks = [bisect_left(self.positions, position) for position in wanted]
 
     def _begin_pass(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Assign rows before they pass through the decoder, which they do once, or more often with shared prompts."""
+        """Assign rows before they pass through the decoder."""
         if torch._C._current_graph_task_id() != -1:  # a backward pass recomputes checkpointed layers
             return
-        hidden = args[0] if args else kwargs["hidden_states"]
-        count, length, _ = hidden.shape
+        hidden, row = args[0] if args else kwargs["hidden_states"], kwargs.get(ROW)
+        count, length = hidden.shape[:2] if row is None else row.shape
         if not self._base_seen:  # a head that calls the decoder of its base model
             self._plan_positions(length)
-        cache = cache_of(kwargs)
-        seen = positions_seen(cache)
-        groups = cache.groups if isinstance(cache, WrittenPrefix) else None
-        some = cache.rows if isinstance(cache, ReadPrefix) else None
-        self._to_come = len(groups) if groups is not None else self._to_come if some is not None else count
-        start, stop = self._next_row, self._next_row + self._to_come
-        self._check_rows(stop <= len(self.sets), stop)
-        columns = slice(bisect_left(self.positions, seen), bisect_left(self.positions, seen + length))
+        start, self._next_row = self._next_row, self._next_row + count
+        self._check_rows(self._next_row <= len(self.sets), self._next_row)
         self.current = Pass(
-            numbers=list(range(start, stop)) if some is None else [start + row for row in some],
-            groups=list(range(count)) if groups is None else groups,
+            rows=slice(start, self._next_row),
             shape=(count, length),
-            seen=seen,
-            emitting=_queries(self.positions[columns], seen, hidden.device),
-            columns=columns,
-            instruction=_queries([at for at in self._instruction if 0 <= at - seen < length], seen, hidden.device),
-            device=hidden.device,
+            emitting=_queries(self.positions, hidden.device),
+            instruction=_queries(self._instruction, hidden.device) if self._instruction else None,
+            row=row,
         )
-        if groups is None:  # else these rows pass again, behind their prompts
-            self._passed += count
-            if self._passed == self._to_come:
-                self._next_row, self._passed = stop, 0
 
 
-def _queries(positions: list[int], seen: int, device: torch.device) -> Queries | None:
-    if not positions:
-        return None
-    return Queries(on_device(positions, device) - seen, positions[0] - seen, positions[-1] + 1 - seen)
+def _queries(positions: list[int], device: torch.device) -> Queries:
+    return Queries(on_device(positions, device), positions[0], positions[-1] + 1)
 
 
 def positions_seen(cache: Cache | None) -> int:

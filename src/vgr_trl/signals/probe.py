@@ -5,11 +5,11 @@ The attention mass on a set of keys is the attention output for values that are 
 queries of interest, with indicator columns as values. Only eager attention makes an (H, T, S) matrix.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from vgr_trl.sharing.model_support import (
     is_compiled,
     why_adapter_reads_whole_rows,
 )
+from vgr_trl.sharing.row import ROW, Row
 from vgr_trl.signals.plan import Pass, PassPlan, Queries, positions_seen
 from vgr_trl.signals.ratios import AttentionMass, ModalityMasks, build_modality_masks, entropies_of
 
@@ -134,8 +135,6 @@ class AttentionProbe(_Probe):
 
     def __enter__(self) -> Self:
         self.plan.hook(self, self._causal.base_model, self._attention[0])
-        # With a hook on the last layer, shared prompts run this layer to its end.
-        self.callback(self._attention[-1].register_forward_hook(lambda *call: None).remove)
         self.enter_context(wrap_attention(partial(_attend_and_measure, self._measure, self.packed)))
         return self
 
@@ -191,32 +190,55 @@ class AttentionProbe(_Probe):
         current, module = self.plan.current, call.module
         if current is None or module not in self._modules or module.layer_idx in current.done:
             return
-        layer = module.layer_idx
+        layer, device = module.layer_idx, call.key.device
         current.done.add(layer)
-        *queries, num_keys, device = call.shape
-        sets = current.sets_of_keys(self.sets, tuple(queries), num_keys, device)  # (B, K, 2)
-        numbers, groups = (index.to(device) for index in current.indices)
         if layer not in self._masses:
-            self._masses[layer] = torch.zeros(len(self.sets), len(self.plan.positions), sets.size(-1), device=device)
-            self._prompts[layer] = torch.zeros(len(self.sets), sets.size(-1), device=device)
-        if current.emitting is not None:
-            self._masses[layer][numbers, current.columns] = call.mass_on_keys(sets, current.emitting)[groups]
-            for row in set(self.keep_rows) & set(current.numbers) if layer in self._kept_layers else ():
-                index = current.groups[current.numbers.index(row)]
-                keys = sets[index, :, 0].nonzero().flatten()  # (V',)
-                each = torch.nn.functional.one_hot(keys, num_keys).T.unsqueeze(0)  # (1, K, V')
-                vision = int(self.sets[row, :, 0].sum())
-                if (row, layer) not in self._maps:
-                    self._maps[row, layer] = torch.zeros(len(self.plan.positions), vision, device=device)
-                attention = call.mass_on_keys(each, current.emitting, slice(index, index + 1))[0]  # (T', V')
-                # A cache with a window drops the first keys, which get no attention.
-                self._maps[row, layer][current.columns, vision - len(keys) :] = attention
+            count, kinds = len(self.sets), self.sets.size(-1)
+            self._masses[layer] = torch.zeros(count, len(self.plan.positions), kinds, device=device)
+            self._prompts[layer] = torch.zeros(count, kinds, device=device)
+        kept = {*self.keep_rows} & {*range(current.rows.start, current.rows.stop)} if layer in self._kept_layers else ()
+        measure = self._measure_padded if current.row is None else self._measure_row
+        measure(call, current, layer, kept)
+
+    def _measure_padded(self, call: "AttentionCall", current: Pass, layer: int, kept: Collection[int]) -> None:
+        """Measure a call over padded rows; `kept` are rows whose attention is kept token by token."""
+        *queries, num_keys, device = call.shape
+        sets = current.sets_of_keys(self.sets, tuple(queries), num_keys, device)  # (B, K, C)
+        self._masses[layer][current.rows] = call.mass_on_keys(sets, current.emitting)
+        for row in kept:
+            index = row - current.rows.start
+            keys = sets[index, :, 0].nonzero().flatten()  # (V,)
+            each = torch.nn.functional.one_hot(keys, num_keys).T.unsqueeze(0)  # (1, K, V)
+            self._maps[row, layer] = call.mass_on_keys(each, current.emitting, slice(index, index + 1))[0]
         if current.instruction is not None:
-            mass = call.mass_on_keys(sets, current.instruction)  # (B, P', 2)
-            positions = current.instruction.index.to(self.sets.device) + current.seen
-            own = self.sets[current.owners.to(self.sets.device)][:, positions, 1].to(device)  # (B, P')
-            sums = (mass * own.unsqueeze(-1)).sum(1)[groups]
-            self._prompts[layer][numbers] = sums + (self._prompts[layer][numbers] if current.seen else 0)
+            mass = call.mass_on_keys(sets, current.instruction)  # (B, P', C)
+            own = self.sets[current.rows][:, current.instruction.index.to(self.sets.device), 1].to(device)  # (B, P')
+            self._prompts[layer][current.rows] = (mass * own.unsqueeze(-1)).sum(1)
+
+    def _measure_row(self, call: "AttentionCall", current: Pass, layer: int, kept: Collection[int]) -> None:
+        """Measure a call over a row of prompts and completions."""
+        row, first = cast("Row", current.row), current.rows.start
+        sets = current.of_tokens(self.sets).to(call.key.device)  # (L, C)
+        mass = call.mass_in_row(sets, row)
+        self._masses[layer][current.rows] = _at(mass, current.places)
+        for number in kept:
+            alone, places = row.alone(row.rows.index(number - first))
+            keys = sets[places, 0].nonzero().flatten()
+            each = torch.nn.functional.one_hot(keys, len(places)).T  # (L', V)
+            columns = alone.table[number - first, current.emitting.index]  # (T',)
+            self._maps[number, layer] = _at(call.mass_in_row(each, alone, places), columns)
+        if current.instruction is not None:
+            stop = self.sets.size(1) if self.plan.prompt is None else self.plan.prompt
+            asks = mass * (sets[:, 1] & (row.tokens % row.shape[1] < stop)).unsqueeze(-1)  # (L, C)
+            sums = [asks.new_zeros(len(lengths), asks.size(-1)) for lengths in (row.prompts, row.completions)]
+            for total, part in zip(sums, (slice(row.first), slice(row.first, None)), strict=True):
+                total.index_add_(0, row.numbers[part], asks[part])
+            self._prompts[layer][first + row.row_index] = sums[0][row.group_index] + sums[1]
+
+
+def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return the values (L, C) at some places (…), 0 where a place is -1; (…, C)."""
+    return values[places.clamp(min=0)] * (places >= 0).unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -256,6 +278,24 @@ class AttentionCall:
         """
         width = self.key.size(-1)  # fused kernels require values as wide as keys
         return torch.cat([self._run_with_sets(part, queries, rows) for part in sets.split(width, dim=-1)], dim=-1)
+
+    def mass_in_row(self, sets: torch.Tensor, row: Row, places: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the attention of all tokens of a row on sets of keys, the mean over heads, (L', C) float32.
+
+        Args:
+            sets: (L', C), 1 for tokens in a set and 0 for others.
+            row: layout.
+            places: (L',) tokens of this call's row that stand in `row`; None: all.
+        """
+        query, key = (each if places is None else each[:, :, places] for each in (self.query, self.key))
+        options, found = {**self.options, "dropout": 0.0, ROW: row}, list[torch.Tensor]()
+        mask = options.pop("attention_mask", None)
+        for part in sets.split(key.size(-1), dim=-1):  # fused kernels require values as wide as keys
+            values = torch.nn.functional.pad(part.to(key.dtype), (0, key.size(-1) - part.size(-1)))
+            values = values.expand(1, key.size(1), -1, -1)
+            outputs, _ = self.function(self.module, query, key, values, mask, **options)  # (1, L', H, D)
+            found.append(outputs[0, ..., : part.size(-1)].mean(1, dtype=torch.float32))
+        return torch.cat(found, dim=-1)
 
     def _run_with_sets(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
         """Run the function with at most D sets as values; return (B', T', C)."""
@@ -388,8 +428,7 @@ class SimilarityProbe(ExitStack):
         self._attention, layers = attention_modules(decoder)[0], decoder_layers(decoder)
         self._number = hidden_state_number(layer, len(layers))
         self._read = decoder if self._number == len(layers) else layers[max(self._number - 1, 0)]
-        self._images: dict[int, torch.Tensor] = {}  # row -> (V, D), of present and later rows
-        self._found: list[tuple[Pass, torch.Tensor]] = []
+        self._found: list[tuple[slice, torch.Tensor]] = []
 
     def __enter__(self) -> Self:
         self._plan.hook(self, self._base, self._attention)
@@ -405,8 +444,8 @@ class SimilarityProbe(ExitStack):
         """
         self._plan.check_complete()
         result = torch.full((len(self.vision), len(self._plan.positions)), torch.nan, device=self.vision.device)
-        for current, values in self._found:
-            result[current.numbers, current.columns] = values.to(result.device)
+        for rows, values in self._found:
+            result[rows] = values.to(result.device)
         return result
 
     @torch.no_grad()
@@ -416,26 +455,24 @@ class SimilarityProbe(ExitStack):
             return
         current.done.add(self._number)
         if self._number == 0:
-            states = args[0] if args else kwargs["hidden_states"]  # (B, Q, D)
+            states = args[0] if args else kwargs["hidden_states"]  # (B, Q, D), or (1, L, D) of a row
         else:
             states = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
-        if states.shape[:2] != current.shape:
-            shapes = f"{tuple(states.shape)} instead of {current.shape}"
+        shape = current.shape if current.row is None else (1, len(current.row.tokens))
+        if states.shape[:2] != shape:
+            shapes = f"{tuple(states.shape)} instead of {shape}"
             raise ConfigError(f"The hidden states have the shape {shapes}: give another hidden_similarity_layer.")
-        own = self.vision[current.owners.to(self.vision.device), current.seen :].to(states.device)  # (B, P or less)
-        width = min(own.size(1), states.size(1))
-        images = [row[:width][seen[:width]] for row, seen in zip(states, own, strict=True)]
-        before = self._images if current.seen else {}  # of the prompts, which have run
-        passed = {row: images[group] for row, group in zip(current.numbers, current.groups, strict=True)}
-        found = {row: torch.cat([before[row], image]) if row in before else image for row, image in passed.items()}
-        self._images = self._images | found if current.seen else found
-        if current.emitting is not None:
-            emitting = states[:, current.emitting.index]  # (B, T', D)
-            positions, values = self._plan.positions[current.columns], []
-            for row, group in zip(current.numbers, current.groups, strict=True):
-                seen = None if self._seen is None else self._seen[row, positions].to(emitting.device)
-                values.append(cosine_similarity(emitting[group], found[row], self.over, seen))
-            self._found.append((current, torch.stack(values)))
+        positions, values = current.emitting.index.to(states.device), []
+        for row in range(current.rows.start, current.rows.stop):
+            vision = self.vision[row].nonzero().flatten().to(states.device)
+            if current.row is None:
+                emitting, image = states[row - current.rows.start][positions], states[row - current.rows.start][vision]
+            else:
+                places = current.row.table[row - current.rows.start]
+                emitting, image = states[0][places[positions]], states[0][places[vision]]
+            seen = None if self._seen is None else self._seen[row].to(states.device)[positions]
+            values.append(cosine_similarity(emitting, image, self.over, seen))
+        self._found.append((current.rows, torch.stack(values)))
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.patching import evaluating
 from vgr_trl.pixels import TOKEN_TYPES, counts_by_tokens, extend_token_types, image_inputs_of
-from vgr_trl.sharing.context_manager import share_prompts, whole_groups
+from vgr_trl.sharing.context_manager import share_prompts
 from vgr_trl.sharing.model_support import causal_model, has_sharded_parameters, why_adapter_reads_whole_rows
-from vgr_trl.sharing.prefix_split import is_image_token
+from vgr_trl.sharing.prefix_split import is_image_token, round_up_to_groups
 from vgr_trl.sharing.report import SharingReport
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import vision_token_ids
@@ -124,7 +124,8 @@ class RolloutScorer:
             "num_images": num_images,
             "num_tiles": num_tiles,
         }
-        step = whole_groups(self.batch_size or count, 1 if self.share_prompts == "off" else num_generations)
+        group = 1 if self.share_prompts == "off" else num_generations
+        step = round_up_to_groups(self.batch_size or count, group)
         if step < count and num_images is None and "pixel_values" in given:
             is_image = is_image_token(ids, self.causal.config) & batch["attention_mask"].bool()  # (N, P + T)
             batch |= counts_by_tokens(image_inputs_of(given), is_image)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -84,6 +85,11 @@ class Want:
     router_loss: bool = False
     tokens: Tensor | None = None
 
+    @property
+    def reads_states(self) -> bool:
+        """Whether hidden states are read."""
+        return self.hidden or self.values is not None
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -91,9 +97,9 @@ class Scores:
 
     Attributes:
         logps: (N, T), log-probabilities of the tokens.
-        mask: (N, T) bool, tokens that count: the valid tokens, or the wanted ones.
+        mask: (N, T) bool, positions that were scored: the valid tokens, or the wanted ones; all others are 0.
         entropies: (N, T), in nats.
-        hidden: (N, T, D), of the positions that emit the tokens; of wanted tokens the rows and columns that ran.
+        hidden: (N, T, D), hidden states of the positions that emit the tokens; anything where none ran.
         values: (N, T).
         attention: attention mass (L, N, T), whose mask is `mask`.
         prompt_attention: attention mass of the prompt's instruction tokens, (L, N, 1).
@@ -118,8 +124,23 @@ class Scores:
     rows_run: int = 0
 
 
-# (model, inputs, want) -> log-probabilities, entropies (N, T), router loss
-Compute = Callable[[nn.Module, dict[str, Any], Want], tuple[Tensor, Tensor | None, Tensor | None]]
+class Computed(NamedTuple):
+    """Result of one call of a model: log-probabilities, entropies (N, T), router loss, hidden states (N, T, D).
+
+    Attributes:
+        scored: (N, T) bool, positions that were scored; None: all valid tokens.
+        rows_run: number of rows that ran.
+    """
+
+    logps: Tensor
+    entropies: Tensor | None
+    router_loss: Tensor | None
+    hidden: Tensor | None
+    scored: Tensor | None
+    rows_run: int
+
+
+Compute = Callable[[nn.Module, dict[str, Any], Want], Computed]
 
 
 def score(
@@ -139,8 +160,7 @@ def score(
             rows, and for several chunks `num_images` and `num_tiles` of each row. With tools, `tool_mask` (N, T) is 0
             for their tokens: these do not count, their images are vision and their texts instruction.
         want: quantities to return beside log-probabilities.
-        compute: runs one forward pass, as TRL's trainer does. None: the base model runs, and `Head` scores its hidden
-            states.
+        compute: runs one call of the model. None: the base model runs, and `Head` scores its hidden states.
         rows_per_pass: rows of a chunk; None: all.
         temperature: logits are divided by it, where `compute` is None.
 
@@ -163,31 +183,35 @@ def _score_chunk(
     mask = inputs["attention_mask"][:, -length:].bool()  # (B, T)
     mask = mask if own is None else mask & own.bool()
     probe, similar = _build_probes(model, inputs, want.attention, rows, own)
-    entropies = router_loss = None
     with ExitStack() as stack:
-        reads_states = want.hidden or want.values is not None or compute is None
-        states = stack.enter_context(read_hidden_states(model, length)) if reads_states else []
         for each in (probe, similar):
             stack.enter_context(each or nullcontext())
-        if compute is not None:
-            logps, entropies, router_loss = compute(model, inputs, want)
-        else:
-            names = inputs.keys() - {"logits_to_keep", "num_images", "num_tiles"}
-            causal_model(model).base_model(**{name: inputs[name] for name in names}, use_cache=False)
-    if compute is None:
-        head, tokens = Head(causal_model(model)), inputs["input_ids"][:, -length:]
-        logps, entropies = head.score(states[0], tokens, mask, temperature)
-    found: dict[str, Any] = {"entropies": entropies if want.entropies else None, "router_loss": router_loss}
-    found |= {"hidden": states[0] if want.hidden else None, "similarity": similar and similar.similarity}
+        compute = compute or partial(_compute_by_base, temperature)
+        computed = compute(model, inputs, want)
+    hidden: Any = computed.hidden
+    mask = mask if computed.scored is None else computed.scored
+    found: dict[str, Any] = {"entropies": computed.entropies, "router_loss": computed.router_loss}
+    found |= {"hidden": hidden if want.hidden else None, "similarity": similar and similar.similarity}
     if want.values is not None:
-        found["values"] = want.values(states[0].detach())
+        found["values"] = want.values(hidden.detach())
     if probe is not None:
         found["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _count_seen(probe.sets, length)))
         if want.attention is not None and want.attention.per_image:
             found["per_image"] = _measure_images(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
         found["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
         found["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
-    return Scores(logps, mask, **found, rows_run=len(rows))
+    return Scores(computed.logps, mask, **found, rows_run=computed.rows_run)
+
+
+def _compute_by_base(temperature: float, model: nn.Module, inputs: dict[str, Any], want: Want) -> Computed:
+    """Run the base model, and score its hidden states with `Head`."""
+    causal, length = causal_model(model), inputs["logits_to_keep"]
+    names = inputs.keys() - {"logits_to_keep", "num_images", "num_tiles"}
+    with read_hidden_states(model, length) as states:
+        causal.base_model(**{name: inputs[name] for name in names}, use_cache=False)
+    mask = inputs["attention_mask"][:, -length:].bool()
+    logps, entropies = Head(causal).score(states[0], inputs["input_ids"][:, -length:], mask, temperature)
+    return Computed(logps, entropies if want.entropies else None, None, states[0], None, len(mask))
 
 
 def _build_probes(

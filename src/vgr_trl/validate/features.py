@@ -25,20 +25,14 @@ from vgr_trl.registries import (
 from vgr_trl.rewards.loading import may_read_columns
 from vgr_trl.rollout import ConstructedTrainer, Measurement
 from vgr_trl.run_facts import Features, RunFacts
-from vgr_trl.sharing.exactness import why_not_share, why_padding_counts
-from vgr_trl.sharing.lending import why_not_lend
+from vgr_trl.sharing.exactness import why_not_share
 from vgr_trl.sharing.model_support import (
-    DROPS_CACHES,
     base_of,
     causal_model,
-    checkpoints_drop_caches,
     has_active_dropout,
     is_compiled,
-    recomputes_without_graph,
     why_adapter_reads_whole_rows,
-    why_reentrant,
 )
-from vgr_trl.sharing.prefix_forward import why_not_pack
 from vgr_trl.sharing.report import Feature
 from vgr_trl.sharing.shared_generate import why_not_static
 from vgr_trl.signals.named import PER_IMAGE, named_signals, needed_signal_columns
@@ -68,37 +62,27 @@ def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: Dummy
     noise, training = _why_noise(args), _why_plain_training(facts)
     spread, rows = _why_rollout_is_spread(args), why_rows_matter(facts, args.loss_type)
     unshared = "training does not share prompts" if training else None
-    fsdp = "FSDP" if facts.fsdp_version else None
     headless = "a model that is its own base" if base is causal else None
     sharded = "sharded parameters" if facts.is_sharded else None  # which FSDP does in `train()`
     router = "the load-balancing loss reads all tokens" if facts.has_router_loss else None
     option = find_every_token_option(args)
     read = compiled or router or (f"{option} reads all tokens" if option else None)
-    accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
-    cut = "optimizer steps begin within a rollout" if accumulated % generated and generated % accumulated else None
 
     def off(name: str) -> str | None:
         return f"{name}=off" if vars(args)[name] == "off" else None
 
-    def padding() -> str | None:
-        return compiled or _why_columns_matter(facts) or why_padding_counts(base)
-
     features = Features(
         share_generation=Feature(_why_plain_generation(facts)),
-        share_scoring=Feature(_why_no_pass_shares(facts) or compiled or why_not_share(facts.model, gradients=False)),
+        share_scoring=Feature(_why_no_pass_shares(facts) or compiled or headless or why_not_share(facts.model)),
         share_training=Feature(training),
-        share_over_micro_batches=Feature(unshared or sharded or "your own loss" * facts.own_loss or why_not_lend(base)),
         join_micro_batches=Feature(off("rows_per_pass") or unshared or rows),
         regroup=Feature(unshared or (None if args.share_prompts == "on" else rows or spread)),
-        skip_zero_advantage=Feature(off("skip_zero_advantage") or noise or read),
+        skip_zero_advantage=Feature(off("skip_zero_advantage") or noise or read or unshared),
         skip_zero_advantage_tokens=Feature(
-            off("skip_zero_advantage_tokens") or read or headless or _why_completions_stay_whole(args)
+            off("skip_zero_advantage_tokens") or read or unshared or _why_completions_stay_whole(args)
         ),
-        skip_padding=Feature(off("skip_padding") or router or padding()),
-        skip_head=Feature(off("skip_zero_advantage_tokens") or compiled or headless),
+        skip_padding=Feature(off("skip_padding") or router or unshared),
         skip_images=Feature(sharded or _why_images_run(base, dummy_image)),
-        pack_completions=Feature(off("pack_completions") or unshared or why_not_pack(base) or fsdp or padding()),
-        group_by_length=Feature(off("group_by_length") or noise or cut or rows),
         reuse_first_pass=Feature(off("reuse_first_pass") or _why_scored_before_training(facts, needed)),
     )
     # FSDP may have loaded the weights in the main process alone.
@@ -115,29 +99,20 @@ def _why_plain_generation(facts: RunFacts) -> str | None:
         or ("continuous batching" if args.use_transformers_continuous_batching else None)
         or ("FSDP" if facts.fsdp_version else None)
         or (why_not_static(facts.model.config) if args.cache_implementation == "static" else None)
-        or why_not_share(facts.model, gradients=False)
+        or why_not_share(facts.model)
     )
 
 
 def _why_plain_training(facts: RunFacts) -> str | None:
     """Return why training passes do not share prompts; `train()` wraps the model and turns checkpointing on."""
-    base = base_of(causal_model(facts.model))
+    causal = causal_model(facts.model)
     return (
         _why_no_pass_shares(facts)
         or _why_compiled(facts)
-        or (why_reentrant(base, facts.zero_stage == 3) if _is_reentrant(facts) else None)
-        or (DROPS_CACHES if facts.args.gradient_checkpointing and checkpoints_drop_caches() else None)
+        or ("a model that is its own base" if base_of(causal) is causal else None)
         or ("the load-balancing loss needs the router of every token" if facts.has_router_loss else None)
-        or ("the first version of FSDP" if facts.fsdp_version == 1 else None)
-        or why_not_share(facts.model, gradients=True)
+        or why_not_share(facts.model)
     )
-
-
-def _is_reentrant(facts: RunFacts) -> bool:
-    if not facts.args.gradient_checkpointing:
-        return recomputes_without_graph(facts.model, when_training=True)
-    options: Any = facts.args.gradient_checkpointing_kwargs or {}
-    return bool(options.get("use_reentrant"))
 
 
 def _why_images_run(base: nn.Module, dummy_image: DummyImage | None) -> str | None:
@@ -272,10 +247,8 @@ def describe_sharing(features: Features, num_generations: int, passes: RowsPerPa
     sharing, rows = f"{sharing}{passes}", passes.given * passes.joined
     if rows >= num_generations:
         return sharing
-    parts, over = f"{-(-num_generations // rows)} micro-batches of {rows}", features.share_over_micro_batches
-    if over.enabled:
-        return f"{sharing} In training, one pass over a prompt serves its {parts}."
-    return f"{sharing} In training, it is computed in each of its {parts} ({over.reason})."
+    parts = f"{-(-num_generations // rows)} micro-batches of {rows}"
+    return f"{sharing} In training, it is computed in each of its {parts}."
 
 
 def announce(trainer: ConstructedTrainer, facts: RunFacts) -> None:
@@ -286,8 +259,6 @@ def announce(trainer: ConstructedTrainer, facts: RunFacts) -> None:
     spread = describe_spread_groups(args, group, trainer.accelerator.num_processes)
     logger.warning(describe_sharing(features, group, trainer.rows_per_pass) + spread)
     logger.info(str(features))
-    if features.share_training.enabled and _is_reentrant(facts):
-        logger.warning("Passes that share prompts recompute layers with use_reentrant=False, plain ones with True.")
     is_fast = args.use_vllm or args.use_transformers_continuous_batching or args.cache_implementation
     if trainer.accelerator.device.type == "cuda" and not is_fast:
         cure = "set use_vllm, or cache_implementation=static, with which a 7B takes 1.7 s for 128 tokens, not 5.1 s"

@@ -32,8 +32,8 @@ from vgr_trl.rows import (
     text_inputs,
     valid_tokens,
 )
-from vgr_trl.sharing.context_manager import whole_groups
 from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.sharing.prefix_split import round_up_to_groups
 from vgr_trl.signals.named import NOISY, RolloutSignals, add_named, build_unmeasured_signals, named_metrics
 from vgr_trl.signals.perturbation import Seen, derive_seed, perturb_images, show_view
 from vgr_trl.signals.ratios import visual_dependency
@@ -157,7 +157,7 @@ def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
     if not (measurement.views or measurement.row_views):
         return
     rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
-    size = whole_groups(trainer.rows_per_pass.given, trainer.completions_per_prompt)
+    size = round_up_to_groups(trainer.rows_per_pass.given, trainer.completions_per_prompt)
     chunks = [every[start : start + size] for start in every[::size]]
     if measurement.views:
         _score_perturbations(trainer, rollout, chunks)

@@ -10,7 +10,6 @@ from support.old_releases import KEEPS_LESS
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from vgr_trl.sharing import SharingReport, share_prompts
-from vgr_trl.sharing.model_support import DROPS_CACHES
 
 
 def with_head(model: Any) -> Any:
@@ -28,7 +27,7 @@ def checkpointed(model: Any, *options: dict[str, Any]) -> Any:
     return model
 
 
-def why_plain(model: Any, checkpointing: bool = False) -> str | None:
+def why_plain(model: Any) -> str | None:
     """Why the installed transformers has nothing to share for such a model; None from 5.17 on."""
     text = model.config.get_text_config(decoder=True)
     if not KEEPS_LESS:
@@ -37,26 +36,27 @@ def why_plain(model: Any, checkpointing: bool = False) -> str | None:
         return "layers of type LinearAttentionLayer"
     if getattr(text, "num_kv_shared_layers", None) == 0:
         return "a cache without layers"
-    return DROPS_CACHES if checkpointing else None
+    return None
 
 
-def needs_shared(model: Any, checkpointing: bool = False) -> None:
-    if reason := why_plain(model, checkpointing):
+def needs_shared(model: Any) -> None:
+    if reason := why_plain(model):
         pytest.skip(f"plain passes: {reason}")
 
 
-def assert_shared_by(report: SharingReport, prompts: int, rows: int, model: Any, checkpointing: bool = False) -> None:
+def assert_shared_by(report: SharingReport, prompts: int, rows: int, model: Any) -> None:
     """So many prompts passed for so many rows, or none is counted, for the reason that `why_plain` has."""
-    reason = why_plain(model, checkpointing)
-    alone = rows if reason == DROPS_CACHES else 0  # a model that never shares is left as it is
-    expected = (prompts, rows, {}) if reason is None else (alone, alone, {reason: 1})
+    reason = why_plain(model)
+    expected = (prompts, rows, {}) if reason is None else (0, 0, {reason: 1})
     assert (report.prompts, report.rows, dict(report.plain)) == expected
 
 
 def scored(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     ids, mask, length = batch.inputs["input_ids"], batch.inputs["attention_mask"], batch.completion_length
     if getattr(model, "base_model", None) is model:
-        logps = model(**batch.inputs).logits[:, -length - 1 : -1].log_softmax(-1) * mask[:, -length:, None]
+        logps = (
+            model(**batch.inputs, use_cache=False).logits[:, -length - 1 : -1].log_softmax(-1) * mask[:, -length:, None]
+        )
         return logps.gather(-1, ids[:, -length:, None]).squeeze(-1), -(logps.exp() * logps).sum(-1)
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :-length] = -100
@@ -118,7 +118,7 @@ def assert_same_gradients(model: Any, batch: Batch, most: float, checkpointing: 
         checkpointed(model)
     with share_prompts(model, batch.completion_length) as report:
         shared = gradients(model, batch)
-    assert_shared_by(report, 2, 6, model, checkpointing)
+    assert_shared_by(report, 2, 6, model)
     assert largest_relative(plain, shared) < most
     if "pixel_values" in batch.inputs:
         assert any("vis" in parameter and float(gradient.abs().max()) > 0 for parameter, gradient in plain.items())

@@ -1,6 +1,7 @@
 """Flash attention where there is none: its kernels as attention over one row after the other, for transformers."""
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import modeling_flash_attention_utils as flash
 
 
@@ -47,3 +48,49 @@ def as_flash(model):
     for config in (model.config, model.config.get_text_config(decoder=True)):
         config._attn_implementation_internal = "flash_attention_2"
     return model
+
+
+class PaddedKernel:
+    """What `merged_attention._Kernel` does, by PyTorch's flash attention on a CPU over padded parts."""
+
+    def __init__(self, scaling):
+        self.scaling = scaling
+
+    def forward(self, query, key, value, bounds, *, causal):
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        padded, mask = self._pad(query, key, value, bounds, causal)
+        outputs, lse = attend(*padded, 0.0, False, attn_mask=mask, scale=self.scaling)
+        is_query = self._is_token(bounds.cu_seq_lens_q)
+        return outputs.transpose(1, 2)[is_query], lse.transpose(1, 2)[is_query].T
+
+    def backward(
+        self, grad, query, key, value, outputs, lse, bounds, *, causal
+    ):  # fmt: skip
+        differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        padded, mask = self._pad(query, key, value, bounds, causal)
+        queries, keys = (self._is_token(ends) for ends in bounds[:2])
+        given, made = (self._split(each, bounds.cu_seq_lens_q) for each in (grad, outputs))
+        sums = self._split(lse.T.unsqueeze(-1), bounds.cu_seq_lens_q).squeeze(-1)
+        grads = differentiate(given, *padded, made, sums, 0.0, False, attn_mask=mask, scale=self.scaling)
+        of_query, *others = (each.transpose(1, 2) for each in grads)
+        of_key, of_value = (each.unflatten(2, (key.size(1), -1)).sum(3)[keys] for each in others)
+        return of_query[queries], of_key, of_value
+
+    def _pad(self, query, key, value, bounds, causal):
+        heads = query.size(1) // key.size(1)
+        parts = [(query, bounds.cu_seq_lens_q)]
+        parts += [(each.repeat_interleave(heads, 1), bounds.cu_seq_lens_k) for each in (key, value)]
+        padded = tuple(self._split(*part) for part in parts)  # (rows, H, longest, D) each
+        is_key = self._is_token(bounds.cu_seq_lens_k)[:, None, None]
+        mask = is_key.expand(-1, 1, padded[0].size(2), -1)
+        mask = mask.tril() if causal else mask
+        return padded, torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+
+    @staticmethod
+    def _split(tokens, ends):
+        return pad_sequence(list(tokens.split(ends.diff().tolist())), batch_first=True).transpose(1, 2)
+
+    @staticmethod
+    def _is_token(ends):
+        lengths = ends.diff()
+        return torch.arange(int(lengths.max())) < lengths.unsqueeze(1)

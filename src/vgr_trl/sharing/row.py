@@ -1,0 +1,401 @@
+"""The row of a pass: U prompts without padding, then N completions up to their last wanted token, (1, L).
+
+`lay_out` makes it from a batch and its `PrefixSplit`. The base model runs once over it; norms, projections and MLPs see
+one long row, and only token mixers read the layout, which reaches them as the keyword argument `ROW`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vgr_trl.pixels import on_device
+from vgr_trl.sharing.model_support import has_rope_deltas
+from vgr_trl.sharing.prefix_split import PrefixSplit, first_rows, is_constant, sort_by_group, take_pixels
+from vgr_trl.sharing.report import require
+
+ROW = "shared_row"  # keyword argument by which attention functions and state mixers get the layout
+
+
+class Visibility(NamedTuple):
+    """Which earlier tokens a layer attends to.
+
+    Attributes:
+        window: number of positions, the token's own included; None: all.
+        chunk: length of the chunks within which tokens attend; None: there are no chunks.
+        sees_images: whether the tokens of an image attend to each other in both directions.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+    sees_images: bool = False
+
+
+class Bounds(NamedTuple):
+    """Arguments of attention with variable lengths: cumulative lengths, int32, and the longest length."""
+
+    cu_seq_lens_q: Tensor
+    cu_seq_lens_k: Tensor
+    max_length_q: int
+    max_length_k: int
+
+
+class LeftPadded(NamedTuple):
+    """Prompts padded on the left: places in the row (U, P), mask (U, P), and the place of each token among U P."""
+
+    places: Tensor
+    mask: Tensor
+    back: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """U prompts, then N completions, as one row of L tokens.
+
+    Padded forms, (U, P) and (N, C), have the prompts and completions at their beginning; a place of padding holds some
+    valid number. A completion begins with the last token of its prompt, which emits its first token.
+
+    Attributes:
+        tokens: (L,) index of each token among the flattened tokens of the batch, (B, S).
+        prompts: (U,) length of each prompt without its last token.
+        completions: (N,) length of each completion.
+        groups: (N,) number of each completion's prompt.
+        rows: (N,) number of each completion's row in the batch.
+        shape: B and S of the batch.
+        start: column of the batch in which completions begin.
+        images: (L,) number of each token's image, -1 for other tokens; None where images do not see themselves.
+        read_by: numbers of the layers that have read the layout.
+    """
+
+    tokens: Tensor
+    prompts: list[int]
+    completions: list[int]
+    groups: list[int]
+    rows: list[int]
+    shape: tuple[int, int]
+    start: int
+    images: Tensor | None = None
+    read_by: set[int] = field(default_factory=set)
+    _masks: dict[Visibility, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    @property
+    def first(self) -> int:
+        """Number of tokens of all prompts, in front of the completions."""
+        return sum(self.prompts)
+
+    @cached_property
+    def longest(self) -> int:
+        """Length of the longest prompt with its completion."""
+        return max(self.prompts[group] + own for group, own in zip(self.groups, self.completions, strict=True))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all prompts, and all completions, have one length, so that no padded form has padding."""
+        return len(set(self.prompts)) == len(set(self.completions)) == 1
+
+    @cached_property
+    def prompt_places(self) -> Tensor:
+        """(U, P) places of the prompts' tokens in the row."""
+        return _places(self.prompts, 0).to(self.device, non_blocking=True)
+
+    @cached_property
+    def own_places(self) -> Tensor:
+        """(N, C) places of the completions' tokens in the row."""
+        return _places(self.completions, self.first).to(self.device, non_blocking=True)
+
+    @cached_property
+    def query_places(self) -> Tensor:
+        """(U P + N C,) places of all padded queries, prompts first."""
+        return torch.cat([self.prompt_places.flatten(), self.own_places.flatten()])
+
+    @cached_property
+    def key_places(self) -> Tensor:
+        """(U P + N (P + C),) places of all padded keys: those of prompts, then each completion's prompt and own."""
+        behind = torch.cat([self.prompt_places[self.group_index], self.own_places], dim=1)
+        return torch.cat([self.prompt_places.flatten(), behind.flatten()])
+
+    @cached_property
+    def back(self) -> Tensor:
+        """(L,) place of each token of the row among the padded queries."""
+        valid = [_is_valid(self.prompts).flatten(), _is_valid(self.completions).flatten()]
+        return torch.cat(valid).nonzero().flatten().to(self.device, non_blocking=True)
+
+    @cached_property
+    def left_padded(self) -> LeftPadded:
+        """The prompts padded on the left, so that all of them end in the last column."""
+        lengths = torch.tensor(self.prompts).unsqueeze(1)
+        columns = torch.arange(max(self.prompts)) - (max(self.prompts) - lengths)  # (U, P)
+        places = _places(self.prompts, 0).gather(1, columns.clamp(min=0))
+        parts = places, columns >= 0, (columns >= 0).flatten().nonzero().flatten()
+        return LeftPadded(*(each.to(self.device, non_blocking=True) for each in parts))
+
+    @cached_property
+    def group_index(self) -> Tensor:
+        return on_device(self.groups, self.device)
+
+    @cached_property
+    def packed_keys(self) -> Tensor:
+        """(K,) places of the keys of all completions without padding: each one's prompt, then its own."""
+        starts = [sum(self.prompts[:group]) for group in range(len(self.prompts))]
+        place, parts = self.first, list[Tensor]()
+        for group, own in zip(self.groups, self.completions, strict=True):
+            parts += [
+                torch.arange(starts[group], starts[group] + self.prompts[group]),
+                torch.arange(place, place + own),
+            ]
+            place += own
+        return torch.cat(parts).to(self.device, non_blocking=True)
+
+    @cached_property
+    def prompt_bounds(self) -> Bounds:
+        return self._bounds(self.prompts, self.prompts)
+
+    @cached_property
+    def own_bounds(self) -> Bounds:
+        """Bounds of completions as queries, and of their prompts and own tokens as keys."""
+        keys = [self.prompts[group] + own for group, own in zip(self.groups, self.completions, strict=True)]
+        return self._bounds(self.completions, keys)
+
+    @cached_property
+    def bounds_over_prompts(self) -> Bounds:
+        """Bounds of the completions of each prompt together as queries, and of the prompts as keys."""
+        own = [0] * len(self.prompts)
+        for group, length in zip(self.groups, self.completions, strict=True):
+            own[group] += length
+        return self._bounds(own, self.prompts)
+
+    @cached_property
+    def bounds_over_themselves(self) -> Bounds:
+        return self._bounds(self.completions, self.completions)
+
+    def _bounds(self, queries: Sequence[int], keys: Sequence[int]) -> Bounds:
+        ends, key_ends = (pad(on_device(each, self.device).cumsum(0), (1, 0)).int() for each in (queries, keys))
+        return Bounds(ends, key_ends, max(queries), max(keys))
+
+    def masks(self, seen: Visibility) -> tuple[Tensor | None, Tensor]:
+        """Return which keys each query sees, of padded prompts and of padded completions.
+
+        Returns:
+            (U, 1, P, P) bool, or None where each token sees all earlier ones; (N, 1, C, P + C) bool.
+        """
+        if seen not in self._masks:  # all layers of a kind read the same
+            self._masks[seen] = self._prompt_mask(seen), self._own_mask(seen)
+        return self._masks[seen]
+
+    def _prompt_mask(self, seen: Visibility) -> Tensor | None:
+        plain = seen.chunk is None and (seen.window is None or max(self.prompts) <= seen.window)
+        images = self.images if seen.sees_images else None
+        if plain and images is None:
+            return None
+        place = torch.arange(max(self.prompts), device=self.device)
+        visible = (place <= place.unsqueeze(1)).expand(len(self.prompts), -1, -1)  # (U, P, P)
+        if images is not None:
+            image = images[self.prompt_places]  # (U, P)
+            visible = visible | ((image.unsqueeze(1) == image.unsqueeze(2)) & (image >= 0).unsqueeze(1))
+        visible = visible & _is_near(place.unsqueeze(1), place, seen)
+        is_key = _is_valid(self.prompts).to(self.device, non_blocking=True).unsqueeze(1)
+        itself = torch.eye(len(place), dtype=torch.bool, device=self.device)  # padding sees itself, not nothing
+        return ((visible & is_key) | itself).unsqueeze(1)
+
+    def _own_mask(self, seen: Visibility) -> Tensor:
+        lengths = on_device(self.prompts, self.device)[self.group_index].view(-1, 1, 1)  # (N, 1, 1)
+        before, own = (torch.arange(max(each), device=self.device) for each in (self.prompts, self.completions))
+        queries = lengths + own.view(1, -1, 1)  # (N, C, 1) places in prompt and completion
+        of_prompt = (before < lengths) & _is_near(queries, before, seen)  # (N, C, P)
+        of_own = (own <= own.unsqueeze(1)) & _is_near(queries, lengths + own, seen)  # (N, C, C)
+        shape = len(self.rows), len(own), -1
+        return torch.cat([of_prompt.expand(shape), of_own.expand(shape)], dim=-1).unsqueeze(1)
+
+    @cached_property
+    def row_index(self) -> Tensor:
+        return on_device(self.rows, self.device)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """(L,) number of the prompt or completion that each token belongs to."""
+        parts = [torch.tensor(lengths) for lengths in (self.prompts, self.completions)]
+        found = torch.cat([torch.repeat_interleave(torch.arange(len(part)), part) for part in parts])
+        return found.to(self.device, non_blocking=True)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """(B, S) place in the row of each token of the batch, those of prompts in all rows of a group; -1: none."""
+        lengths = on_device(self.prompts, self.device)[self.group_index].unsqueeze(1)  # (N, 1)
+        before = torch.arange(max(self.prompts), device=self.device)
+        firsts = self.row_index.unsqueeze(1) * self.shape[1] + self.start - lengths
+        columns = torch.where(before < lengths, firsts + before, self.shape[0] * self.shape[1])  # (N, P)
+        index = torch.full((self.shape[0] * self.shape[1] + 1,), -1, dtype=torch.int64, device=self.device)
+        index[columns] = self.prompt_places[self.group_index]
+        index[self.tokens[self.first :]] = torch.arange(self.first, len(self.tokens), device=self.device)
+        return index[:-1].view(self.shape)
+
+    def reads(self, length: int) -> Tensor:
+        """Return the place in the row that emits each of the first T tokens of the B rows, (B, T); -1: none does."""
+        return self.table[:, self.start : self.start + length]
+
+    def spread(self, hidden: Tensor, *, whole: bool) -> Tensor:
+        """Return the hidden states of the row, (L, D), as those of the batch, (B, S, D), 0 where none ran.
+
+        Args:
+            hidden: outputs of the pass.
+            whole: whether the columns of prompts are wanted, too.
+        """
+        index = self.table.clone()
+        if not whole:
+            index[:, : self.start] = -1
+        return pad(hidden, (0, 0, 0, 1))[index]  # the last one is 0
+
+    def alone(self, number: int) -> tuple["Row", Tensor]:
+        """Return the layout of one completion and its prompt, and the places of their tokens in this row."""
+        group = self.groups[number]
+        prompt, own = self.prompts[group], self.completions[number]
+        places = torch.cat([self.prompt_places[group, :prompt], self.own_places[number, :own]])
+        images = None if self.images is None else self.images[places]
+        part = replace(
+            self,
+            tokens=self.tokens[places],
+            prompts=[prompt],
+            completions=[own],
+            groups=[0],
+            rows=[self.rows[number]],
+            images=images,
+            _masks={},
+        )
+        return part, places
+
+
+def _is_valid(lengths: Sequence[int]) -> Tensor:
+    """Return which places of a padded form hold a token, (rows, longest) bool."""
+    return torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
+
+
+def _places(lengths: Sequence[int], first: int) -> Tensor:
+    """Return the places of padded parts that stand one behind the other from `first` on, (rows, longest)."""
+    sizes, columns = torch.tensor(lengths).unsqueeze(1), torch.arange(max(lengths))
+    return first + sizes.cumsum(0) - sizes + torch.minimum(columns, sizes - 1)
+
+
+def _is_near(queries: Tensor, keys: Tensor, seen: Visibility) -> Tensor:
+    """Return whether keys are within the window and the chunk of queries; places broadcast."""
+    near = torch.ones((), dtype=torch.bool, device=keys.device)
+    if seen.window is not None:
+        near = near & (queries - keys < seen.window)
+    if seen.chunk is not None:
+        near = near & (queries // seen.chunk == keys // seen.chunk)
+    return near
+
+
+def lay_out(
+    base: Any,
+    inputs: Mapping[str, Any],
+    split: PrefixSplit,
+    lengths: Sequence[int] | None = None,
+    *,
+    whole: bool = False,
+) -> tuple[Row, dict[str, Any]]:
+    """Lay out a split batch as one row; return the layout, and the inputs of a pass over the row.
+
+    Args:
+        base: base model (without head) of a transformers model.
+        inputs: of the pass over the batch, by name; tokens are (B, S).
+        split: of the batch.
+        lengths: (B,) columns of each row's completion that run, 0 for rows that do not; None: all that emit a token.
+        whole: whether the last token of a completion, which emits none, runs too.
+    """
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    mask = torch.ones_like(ids) if mask is None else mask
+    inputs = {**inputs, "attention_mask": mask}
+    before, emit = mask[:, : split.start].bool().sum(1), mask[:, split.start + (not whole) :].bool().sum(1)
+    of_prompts, emitted = torch.stack([before, emit]).tolist()  # the host waits once
+    lengths = [max(each, 1) for each in emitted] if lengths is None else lengths
+    running = [row for row, length in enumerate(lengths) if length]
+    rows = sort_by_group(running, split.groups)  # the completions of a prompt stand together
+    kept = {group: number for number, group in enumerate(dict.fromkeys(split.groups[row] for row in rows))}
+    groups = [kept[split.groups[row]] for row in rows]
+    firsts = [rows[row] for row in first_rows(groups)]
+    width = ids.size(1)
+    parts = [range(row * width + split.start - of_prompts[row], row * width + split.start) for row in firsts]
+    parts += [range(row * width + split.start, row * width + split.start + lengths[row]) for row in rows]
+    tokens = torch.cat([torch.arange(part.start, part.stop) for part in parts]).to(ids.device, non_blocking=True)
+    text = base.config.get_text_config(decoder=True)
+    row = Row(
+        tokens,
+        prompts=[of_prompts[each] for each in firsts],
+        completions=[lengths[each] for each in rows],
+        groups=groups,
+        rows=rows,
+        shape=(len(ids), width),
+        start=split.start,
+        images=_number_images(inputs, text, tokens),
+    )
+    # A mask of one element is handed on as it is, so that none is built.
+    nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+    by_kind = {"full_attention": nothing, "sliding_attention": nothing}  # Gemma builds masks of images otherwise
+    call: dict[str, Any] = {
+        **{name: value for name, value in inputs.items() if is_constant(value) and name != "logits_to_keep"},
+        **_take_images(inputs, split, firsts, rows),
+        "input_ids": ids.flatten()[tokens].unsqueeze(0),
+        "attention_mask": nothing if row.images is None else by_kind,
+        "position_ids": _positions(base, inputs, split, firsts, row),
+        "use_cache": False,
+        "return_dict": True,
+        ROW: row,
+    }
+    return row, call
+
+
+def _take_images(
+    inputs: Mapping[str, Any], split: PrefixSplit, firsts: Sequence[int], rows: Sequence[int]
+) -> dict[str, Tensor]:
+    """Return the pixel inputs of prompts, then those of completions; empty if there is no image."""
+    parts = [(split.pixels, firsts), (split.behind, rows)] if split.behind else [(split.pixels, firsts)]
+    taken = [take_pixels(inputs, slices, of_rows) for slices, of_rows in parts]
+    names = {name: None for part in taken for name in part}
+    return {name: torch.cat([part[name] for part in taken if name in part]) for name in names}
+
+
+# Token types by which images see themselves, by the type of the language model.
+_IMAGE_TYPES = {"gemma3_text": ("token_type_ids", (1,)), "gemma4_text": ("mm_token_type_ids", (1, 2))}
+
+
+def _number_images(inputs: Mapping[str, Any], text: Any, tokens: Tensor) -> Tensor | None:
+    """Number the images of a batch; return the number of each token's image, (L,), -1 for others, or None."""
+    name, kinds = _IMAGE_TYPES.get(text.model_type, ("", ()))
+    types = inputs.get(name)
+    if types is None or (text.model_type == "gemma4_text" and text.use_bidirectional_attention != "vision"):
+        return None
+    require("flash" not in text._attn_implementation, "flash attention to images that see themselves")
+    is_image = torch.isin(types, types.new_tensor(kinds))  # (B, S)
+    begins = is_image & ~pad(is_image, (1, 0))[:, :-1]
+    return torch.where(is_image, begins.cumsum(1), -1).flatten()[tokens]
+
+
+def _positions(base: Any, inputs: Mapping[str, Any], split: PrefixSplit, firsts: Sequence[int], row: Row) -> Any:
+    """Return the position of each token of the row in its row of the batch, (1, L), for Qwen-VL (3, 1, L)."""
+    given: Tensor | None = inputs.get("position_ids")
+    if given is not None:
+        return given.expand(*given.shape[:-2], *row.shape).flatten(-2)[..., row.tokens].unsqueeze(-2)
+    columns = row.tokens % row.shape[1]  # as models count that are not told
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
+    if not has_rope_deltas(base) or any(inputs.get(name) is None for name in names[:3]):
+        return columns.unsqueeze(0)
+    if split.behind:
+        every, _ = base.get_rope_index(**{name: inputs.get(name) for name in names})  # (3, B, S)
+        return every.flatten(-2)[:, row.tokens].unsqueeze(1).to(columns.device)
+    prompts = {name: inputs[name][on_device(firsts, columns.device), : split.start] for name in (*names[:2], names[3])}
+    prompts |= take_pixels(inputs, {names[2]: split.pixels[names[2]]}, firsts)
+    if names[2] not in prompts:  # no prompt has an image
+        return columns.unsqueeze(0)
+    every, deltas = base.get_rope_index(**prompts)  # (3, U, start), (U, 1)
+    before = every.flatten(-2)[:, row.numbers[: row.first] * split.start + columns[: row.first]]
+    counted = inputs[names[3]].long().cumsum(-1).flatten()[row.tokens[row.first :]] - 1
+    behind = counted + deltas.to(columns.device)[row.group_index, 0][row.numbers[row.first :]]
+    return torch.cat([before, behind.expand(3, -1)], dim=1).unsqueeze(1)
