@@ -154,28 +154,23 @@ def communicated(load: Load) -> float:
     trained = 2 * trained_parameters(load)
     if load.shard < 3:
         return share * 2 * trained
-    stages = 2 if load.shared else 1
-    passes = stages * (load.scored + 1) + load.perception + 1  # scoring and forward; perturbed; and backward
+    passes = load.scored + load.perception + 2  # scoring; perturbed; forward and backward
     return share * ((passes + 1) * weights + trained)  # generation gathers them once
 
 
 def memory(load: Load, *, width: int = 2) -> dict[str, float]:
-    """Bytes on one GPU while a micro-batch is trained.
-
-    Of a group that is larger than the micro-batch the prompt's activations wait, and its keys' gradients are collected.
-    """
+    """Bytes on one GPU while a micro-batch is trained."""
     shape, size = load.shape, load.size
     rows = load.prompts * size.generations if load.rows is None else load.rows
     part = replace(size, generations=min(size.generations, rows))
     prompts = max(load.prompts if load.rows is None else rows // size.generations, 1)
-    collected = load.shared * (rows < size.generations) * (size.prompt - 1) * kept_bytes(shape, width)
     parameters, trained = language_parameters(shape) + tower_parameters(shape), trained_parameters(load)
     every = load.gpus if load.shard == 3 else 1
     return {
         "weights": width * parameters / every,
         "gradients": width * trained / load.gpus,
         "optimizer": optimizer_bytes(load),
-        "activations": prompts * activations(shape, part, load.update, shared=load.shared, width=width) + collected,
+        "activations": prompts * activations(shape, part, load.update, shared=load.shared, width=width),
         "head": 3 * 4 * min(rows * size.completion * shape.vocabulary, HEAD_ENTRIES),
         "probe": 4 * 2 * shape.layers * load.prompts * size.generations * size.completion,
     }
@@ -196,7 +191,7 @@ def activations(shape: ModelShape, size: Size, update: Update, *, shared: bool, 
     patches = copies * MERGE**2 * size.vision
     heads = (shape.heads + 2 * shape.key_heads) * shape.head_width
     layer = PER_HIDDEN * shape.hidden + PER_INTERMEDIATE * shape.intermediate + PER_HEADS * heads
-    # Two stages also keep the prompt's keys and values behind every completion.
+    # Attention with masks also keeps the prompt's keys and values behind every completion; merged attention does not.
     joined = shared * 2 * shape.key_heads * shape.head_width * size.generations * (size.prompt + size.completion)
     tower = PER_HIDDEN * shape.vision_hidden + PER_INTERMEDIATE * shape.vision_intermediate
     tower += PER_HEADS * 3 * shape.vision_hidden
@@ -204,8 +199,7 @@ def activations(shape: ModelShape, size: Size, update: Update, *, shared: bool, 
         trained = not update.adapters
         return width * (shape.layers * (tokens * layer + joined) + trained * shape.vision_layers * patches * tower)
     inputs = shape.layers * tokens * shape.hidden + shape.vision_layers * patches * shape.vision_hidden
-    cached = shared * shape.layers * 2 * shape.key_heads * shape.head_width * (size.prompt - 1)
-    return width * (inputs + cached + max(tokens * layer + joined, patches * tower))
+    return width * (inputs + max(tokens * layer + joined, patches * tower))
 
 
 def buffer_bytes(shape: ModelShape, size: Size, groups: int) -> int:
@@ -261,12 +255,11 @@ WAYS = {  # of training one prompt with G completions: whether prompts are share
     "TRL, whole group": (False, None),
     "TRL, one by one": (False, 1),
     "whole group": (True, None),
-    "one by one": (True, 1),
 }
 
 
 def group_tables() -> str:
-    """Return the tables of groups, of which docs/sharing.md has the largest that fit."""
+    """Return the tables of groups: their memory, and the largest that fit."""
     lines = [f"| GB of 7B, LoRA | G | {' | '.join(WAYS)} |", "|---:|---:|" + "---:|" * len(WAYS)]
     for prompt in (512, 2048, 8192, 16384):
         for group in (8, 16, 64):
@@ -283,6 +276,23 @@ def group_tables() -> str:
                 found = [largest_group(load, 0.9e9 * room) for load in loads]
                 cells = " | ".join("none" if most == 0 else "any" if most == 1024 else str(most) for most in found)
                 lines.append(f"| {name}, LoRA, {room} GB | {prompt:,} | {cells} |")
+    return "\n".join([*lines, ""])
+
+
+def parts_table() -> str:
+    """Return what an update costs where a group passes in parts, relative to one pass; docs/sharing.md has a line."""
+    shape, group = MODEL_SHAPES["qwen2.5-vl-7b"], 16
+    lines = ["| 7B, LoRA, G 16 | P, T | positions, operations in 2, 4, 16 parts |", "|---|---|---|"]
+    for prompt, completion in ((1536, 256), (1536, 2048), (8192, 2048)):
+        taken = {}
+        for parts in (1, 2, 4, group):
+            size = Size(prompt, prompt - 256, completion, group // parts)
+            positions = parts * (prompt + size.generations * completion)
+            taken[parts] = positions, parts * executed_update(shape, size, Update(True), shared=True)
+        cells = [
+            ", ".join(f"{one / all_:.2f}" for one, all_ in zip(taken[n], taken[1], strict=True)) for n in (2, 4, 16)
+        ]
+        lines.append(f"| | {prompt:,}, {completion:,} | {'; '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -324,7 +334,7 @@ def _ratio(ours: Load, stock: Load, machine: Machine, stages: list[str] | None) 
 
 
 def row_table() -> str:
-    """Return what passes keep of a plain row, and of 8 rows that share a prompt; docs/sharing.md has one of them."""
+    """Return what passes keep of a plain row, and of 8 rows that share a prompt."""
     prompts = (512, 1536, 4096, 8192)
     lines = [
         f"| GB, LoRA | T | {' | '.join(f'P {prompt:,}' for prompt in prompts)} |",
@@ -357,6 +367,7 @@ def main() -> None:
     print(_table("seconds of a step", {name: seconds(load, machine) for name, load in cases.items()}, 1, "{:.2f}"))
     print(_table("GB on one GPU", {name: memory(load) for name, load in cases.items()}, 1e9, "{:.1f}"))
     print(group_tables())
+    print(parts_table())
     print(row_table())
     columns = ("an engine", "TRL's passes", "transformers", "TRL's passes", "100 test questions")
     print(f"| script | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")

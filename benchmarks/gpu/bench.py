@@ -151,7 +151,7 @@ def generation(one: Measurement, device: str, dtype: str, attention: str) -> Run
 
 
 def packing(one: Measurement, device: str, dtype: str, attention: str) -> Runs:
-    """Updates with completions of log-normal lengths behind a shared prompt: padded, or as one row without padding."""
+    """Updates with completions of log-normal lengths behind a shared prompt, by `sdpa` and by flash attention."""
     flash.install()
     model, batch = _model_and_batch(one, device, dtype, attention)
     add_fused_lm_head(model)
@@ -160,15 +160,15 @@ def packing(one: Measurement, device: str, dtype: str, attention: str) -> Runs:
     for row, length in enumerate(log_normal(one.size.generations, one.size.completion)):
         batch["attention_mask"][row, one.size.prompt + length :] = 0
 
-    def run(packs: bool) -> None:
-        flash.attend_with(model, "flash_attention_2" if packs else attention)
-        with cudnn(False), share_prompts(model, one.size.completion, packs=packs) as report:
+    def run(kind: str) -> None:
+        flash.attend_with(model, kind)
+        with cudnn(False), share_prompts(model, one.size.completion) as report:
             score(model, batch, one.size.completion, gradients=True)
         model.zero_grad(set_to_none=True)
         if report.plain:
             raise RuntimeError(f"not shared: {', '.join(report.plain)}")
 
-    return {"padded": partial(run, False), "packed": partial(run, True)}
+    return {"sdpa": partial(run, "sdpa"), "flash": partial(run, "flash_attention_2")}
 
 
 def _model_and_batch(one: Measurement, device: str, dtype: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -32,7 +32,7 @@ COMPARED = {
     "step": ("trl", "ours", "ours, static"),
     "generation": ("plain", "plain, static", "shared", "shared, static"),
     "attention": (*STRATEGIES, f"two stages{CUDNN}"),
-    "packing": ("padded", "packed"),
+    "packing": ("sdpa", "flash"),
 }
 BUILD = 20  # seconds for a model of 7B and what else comes before the first pass, a guess
 WINDOW = 50e-6  # seconds of the attention of a window of the tower, each a call of its own, a guess

@@ -62,7 +62,7 @@ wanted first, with the minutes that each should take on an H200, computed with `
 | `make gpu-steps` | 13 | steps on two batches, prompts and images of different lengths; micro-batches of one first |
 | `make gpu-generation` | 2 | generation by transformers: plain, with shared prompts, with a static cache |
 | `make gpu-kernels` | 3 | attention of a layer by other strategies |
-| `make gpu-packing` | 1 | completions behind shared prompts without padding |
+| `make gpu-packing` | 1 | completions of uneven lengths behind a shared prompt, `sdpa` and flash attention |
 | `make gpu-effect` | 4 to 8 | a model of 100 M parameters from nothing: plain, VGR, VPPO, three seeds side by side |
 | `make gpu-evidence` | 60, a guess | SmolLM2 behind a vision tower, five methods of the teacher study, three seeds |
 
@@ -76,10 +76,11 @@ results are written there, behind those that there are:
 
 then `gpu-passes gpu-steps gpu-kernels`, then `gpu-kernels gpu-packing gpu-effect`: what is there is passed over.
 `GPU_SHAPE=qwen3-vl-8b` measures another shape; `GPU_DEVICE=cpu GPU_SHAPE=tiny-qwen2.5-vl` tries
-passes, steps and packing's padded half without a GPU."""
+passes, steps and the `sdpa` half of packing without a GPU."""
 
 MEASURED = """\
-Medians of repeats that take turns in one process; *peak*: memory above what stays allocated between them. Random
+Measured before a pass became one call over one row ([counts since](launches.md)). Medians of repeats that take turns
+in one process; *peak*: memory above what stays allocated between them. Random
 weights in the published shapes, bfloat16, sdpa, gradient checkpointing. A size is P,V,T,G: prompt tokens, vision tokens
 among them, completion tokens, completions of the prompt. *Executed* MFU: operations that are run, over time, over the
 vendor's dense bfloat16 peak; *logical* MFU: operations that they stand for (plain passes, nothing computed twice).
@@ -102,11 +103,12 @@ vendor's dense bfloat16 peak; *logical* MFU: operations that they stand for (pla
 - generation: T tokens of every completion by transformers, a group at once, with its growing cache or a static one,
   which it compiles in a first call that is not counted. The first repeat of *plain, static* compiled again: 20.8 s,
   then 2.9.
-- attention: of one layer, forward and backward. Our two stages; the same where the kernel knows the mask instead of
-  reading it; one packed row per group with FlexAttention's block masks; keys and values gathered per path for
-  variable-length flash attention. All else in a layer works on the same tokens, so one row would save the difference,
-  times the layers.
-- packing: an update with completions of log-normal lengths; flash attention is the copy that torch has."""
+- attention: of one layer, forward and backward. *Two stages*: prompts, then completions, in two calls; the same where
+  the kernel knows the mask instead of reading it; one packed row per group with FlexAttention's block masks; keys and
+  values gathered per path for variable-length flash attention. All else in a layer works on the same tokens, so one
+  row would save the difference, times the layers.
+- packing: an update with completions of log-normal lengths; flash attention is the copy that torch has. *padded* and
+  *packed*: with `sdpa` and with flash attention, before passes became one call over one row."""
 
 
 def _machines(lines: Lines) -> list[str]:

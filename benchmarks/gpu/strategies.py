@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu import flash
-from vgr_trl.sharing.attention import mark_shared, sdpa_by_key_head
+from vgr_trl.sharing.attention import attend_by_sdpa
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Strategy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -57,7 +57,7 @@ def two_stages(query: Any, key: Any, value: Any, prompt: int, completion: int, m
         second = scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # (G, H, T, D)
     else:
         module = SimpleNamespace(num_key_value_groups=len(query) // len(key))
-        second = sdpa_by_key_head(module, queries, mark_shared(keys), values, mask)[0].transpose(1, 2)
+        second = attend_by_sdpa(module, queries, keys, values, mask)[0].transpose(1, 2)
     return torch.cat([first[0], second.transpose(0, 1).flatten(1, 2)], dim=1)
 
 
