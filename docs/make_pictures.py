@@ -1,9 +1,5 @@
-"""Draw the pictures of docs/idea.md and docs/sharing.md: `python docs/make_pictures.py`.
+"""Draw the pictures of docs/idea.md, whose numbers are examples: `python docs/make_pictures.py`."""
 
-The numbers of docs/idea.md are examples; those of docs/sharing.md come from benchmarks/cost.py.
-"""
-
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -114,60 +110,6 @@ def credit() -> None:
     save(figure, "idea_credit")
 
 
-def schedule() -> None:
-    """Draw a group of three completions in three micro-batches: the prompt runs forward first and backward last."""
-    figure, (plain, lent) = plt.subplots(2, 1, figsize=(9, 3.4), height_ratios=(1, 1))
-    left = 0.0
-    for row in range(1, 4):
-        for text, colour, width in (("prompt", IMAGE, 1.5), (f"{row}", ANSWER, 0.5)):
-            box(plain, left, 1, width, colour, text)
-            left += width
-        for text, colour, width in (("back", ANSWER, 0.9), ("prompt back", IMAGE, 2.6)):
-            box(plain, left, 1, width, colour, text)
-            left += width
-        left += 0.25
-    box(lent, 0, 1, 1.5, IMAGE, "prompt")
-    left = 1.5
-    for row in range(1, 4):
-        box(lent, left, 1, 0.5, ANSWER, f"{row}")
-        box(lent, left + 0.5, 1, 0.9, ANSWER, "back")
-        lent.annotate("", (left + 0.25, 1), (0.75, 1), arrowprops={"arrowstyle": "->", "color": GREY,
-                      "connectionstyle": "arc3,rad=0.35"})  # fmt: skip
-        left += 1.65 if row < 3 else 1.4
-    box(lent, left, 1, 2.6, IMAGE, "prompt back")
-    lent.text(0.1, 0.15, "keys and values are read by every micro-batch; their gradients are collected", fontsize=8)
-    bare(plain, "TRL, one completion in a micro-batch: the prompt runs G times, forward and backward", 17.5, 2)
-    bare(lent, "here: once; the last micro-batch of the group runs the prompt backward", 17.5, 2)
-    save(figure, "large_groups")
-
-
-def memory() -> None:
-    """Plot memory of an update against G by the model of costs, a 7B with LoRA."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-    from cost import WAYS, Load
-    from cost import memory as bytes_of
-    from sharing_models import MODEL_SHAPES, Size
-    from sharing_operations import Update
-
-    figure, plots = plt.subplots(1, 4, figsize=(11, 2.6), sharey=True)
-    groups = [1, 2, 4, 8, 16, 32, 64]
-    for axes, prompt in zip(plots, (512, 2048, 8192, 16384), strict=True):
-        for (name, way), colour in zip(WAYS.items(), (GREY, QUESTION, IMAGE, ANSWER), strict=True):
-            loads = [
-                Load(MODEL_SHAPES["qwen2.5-vl-7b"], Size(prompt, prompt - 256, 512, group), 1, Update(True), 1, 2, *way)
-                for group in groups
-            ]
-            axes.plot(groups, [sum(bytes_of(load).values()) / 1e9 for load in loads], color=colour, label=name)
-        axes.axhline(80, color="black", linewidth=0.6, linestyle=":")
-        axes.set(xscale="log", yscale="log", title=f"P {prompt:,}", xlabel="G", xticks=groups, xticklabels=groups)
-        axes.minorticks_off()
-        axes.spines[["top", "right"]].set_visible(False)
-    plots[0].set(ylabel="GB", yticks=(20, 40, 80, 160, 320, 640), yticklabels=(20, 40, 80, 160, 320, 640))
-    plots[0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    save(figure, "large_groups_memory")
-
-
 if __name__ == "__main__":
-    for draw in (sharing, attention, credit, schedule, memory):
+    for draw in (sharing, attention, credit):
         draw()

@@ -33,7 +33,7 @@ TITLES = {
     "qwen3_5_moe": "Qwen3.5-MoE",
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4",
-    "gemma4_published": "Gemma 4, as published",
+    "gemma4_published": "Gemma 4 as published",
     "llava": "LLaVA",
     "llava_next": "LLaVA-Next",
     "internvl": "InternVL",
@@ -69,11 +69,12 @@ NUM_IMAGES = ((0, 0), (1, 1), (2, 3))  # of the two prompts of a batch
 
 
 def make_table() -> str:
-    """Return the table as Markdown: a row per family that takes images, and below it the text models."""
+    """Return the table as Markdown: families that take images, a row for each exception, then text models."""
     families = {**FAMILIES, **OTHERS}
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    with_images = [name for name in TITLES if families[name].picture]
-    lines += [" | ".join([f"| {TITLES[name]}", *cells_of(families[name])]) + " |" for name in with_images]
+    cells = {TITLES[name]: cells_of(families[name]) for name in TITLES if families[name].picture}
+    whole = ", ".join(title for title, of_family in cells.items() if {*of_family} == {"yes"})
+    lines = [f"All three: {whole}.", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    lines += [f"| {title} | {' | '.join(row)} |" for title, row in cells.items() if {*row} != {"yes"}]
     text = {TITLES[name]: shared(families[name], NUM_IMAGES[0]) for name in TITLES if not families[name].picture}
     refused = "; ".join(f"{title} ({why.removeprefix('no: ')})" for title, why in text.items() if why != "yes")
     alike = ", ".join(title for title, why in text.items() if why == "yes")
