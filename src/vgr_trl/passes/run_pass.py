@@ -174,9 +174,10 @@ class ForwardPasses:
     def _can_skip_pass(self, inputs: Mapping[str, Any], want: Want, tokens: Tensor) -> bool:
         """Whether a micro-batch without loss can be skipped: all weights have gradients already.
 
-        Where processes exchange gradients, or parts of weights, all have to run the model.
+        Where processes exchange gradients, parts of weights, or whether they have images, all have to run the model.
         """
-        alone = self.accelerator.num_processes == 1 or not self.accelerator.sync_gradients
+        exchanges = self.accelerator.sync_gradients or self.dummy_image is not None
+        alone = self.accelerator.num_processes == 1 or not exchanges
         whole = self.accelerator.distributed_type in _WHOLE
         skips = self.skipping.rows and self.skipping.padding and not self.skipping.runs_images(inputs)
         if not (alone and whole and skips) or want.reads_states or bool(tokens.any()):
