@@ -1,6 +1,5 @@
 """Tiny random models and questions, made here, so that no test downloads anything."""
 
-import functools
 import gc
 import os
 
@@ -109,17 +108,17 @@ def text_trainer(text_model: Qwen2ForCausalLM, text_tokenizer: PreTrainedTokeniz
 
 @pytest.fixture
 def passes(monkeypatch):
-    """TRL's passes over completions: whether with gradients, and over how many rows."""
-    from trl import GRPOTrainer  # takes seconds, too
+    """Passes over completions: whether with gradients, and how many rows run."""
+    from vgr_trl.passes.run_pass import ForwardPasses  # takes seconds, too
 
-    seen, score = [], GRPOTrainer._get_per_token_logps_and_entropies
+    seen, compute = [], ForwardPasses._compute
 
-    @functools.wraps(score)
-    def counted(self, model, input_ids, *args, **kwargs):
-        seen.append((torch.is_grad_enabled(), len(input_ids)))
-        return score(self, model, input_ids, *args, **kwargs)
+    def counted(self, *args):
+        computed = compute(self, *args)
+        seen.append((torch.is_grad_enabled(), computed.rows_run))
+        return computed
 
-    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    monkeypatch.setattr(ForwardPasses, "_compute", counted)
     return seen
 
 
