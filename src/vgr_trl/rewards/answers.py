@@ -218,7 +218,8 @@ def _find_phrased(text: str) -> Iterator[_Statement]:
     """Yield the clauses after words such as `the answer is` and before `is correct`."""
     lowered = text.replace("İ", "i").lower()
     for anchors, pattern in ((_OPENS, _OPENER), (_CONFIRMS, _CONFIRMED)):
-        for match in _match_at(anchors, pattern, lowered):
+        matches = sorted(_match_at(anchors, pattern, lowered), key=re.Match.start, reverse=True)
+        for match in matches[:_MAX_STATEMENTS]:
             start, is_opener = match.start(), pattern is _OPENER
             clause = re.split(f"{_SENTENCE_END.pattern}|;", text[max(0, start - _MAX_REACH) : start])[-1]
             if WORDS["conditions"].search(clause) or WORDS["unless"].search(re.split("[,;:]", clause)[-1]):
@@ -238,7 +239,7 @@ def _find_phrased(text: str) -> Iterator[_Statement]:
 
 def _match_at(anchors: Sequence[str], pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
     """Yield the last matches of a pattern that starts with an anchor."""
-    for anchor in anchors:
+    for anchor in filter(str.isascii, anchors) if text.isascii() else anchors:
         place, count = text.rfind(anchor), 0
         while place >= 0 and count < _MAX_STATEMENTS:
             if match := pattern.match(text, place):
@@ -267,11 +268,12 @@ def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
         lines.pop()
     if not lines:
         return
-    if _is_bare(lines) and lines[-1] not in lines[:-1]:
-        yield "line", ", ".join(dict.fromkeys(_BULLETS.sub("", line.strip()) for line in lines[-_MAX_STATEMENTS:]))
+    is_alone = _ITEM.fullmatch(lines[-1]) and not any(map(_ITEM.fullmatch, lines[:-1]))  # a letter behind a list
+    letters = {item[1].upper() for item in map(_ITEM.match, lines[-2:]) if item}
+    if len(letters) > 1 and not is_alone:
         return
-    items = [_ITEM.match(line) for line in lines[-2:]]
-    if len(items) > 1 and all(items) and items[0][1].upper() != items[1][1].upper() and not _ITEM.fullmatch(lines[-1]):  # type: ignore[index]
+    if _is_bare(lines) and lines[-1] not in lines[:-1] and not is_alone:
+        yield "line", ", ".join(dict.fromkeys(_BULLETS.sub("", line.strip()) for line in lines[-_MAX_STATEMENTS:]))
         return
     yield "line", lines[-1]
     if len(lines) > 1 and not lines[0].rstrip(MARKS).endswith(":"):
@@ -312,8 +314,8 @@ _ALSO = re.compile(  # another option behind the sentence of the first
     r"(?:[.!。,;]|\Z|也|(?:is|may|might|could|would)(?: also| be)* (?:possible|right|correct))"
 )
 _WITHDRAWN = re.compile(
-    r"[\s\W]*(?:(?:is|was|that is|that['’]s|which is) )?(?:clearly )?(?:wrong|incorrect|false|not (?:right|correct|true)"
-    r"|(?:选项|项)?(?:的说法|的描述)?是?(?:错|不)|ではあり|ではな|아니)"
+    r"\W*(?:(?:is|was|that is|that['’]s|which is) )?(?:clearly )?(?:wrong|incorrect|false|not (?:right|correct|true)"
+    r"|(?:选项|项)?(?:的(?:说法|描述))?是?(?:错|不)|ではあり|ではな|아니)"
 )
 _NO_LATER = re.compile(
     r"[\s\S]*\b(?:that|this|which)(?:['’]s| is| was) (?:clearly )?(?:wrong|incorrect|false|a mistake)"
@@ -400,6 +402,8 @@ def _read_texts(text: str, part: str, rule: str, choices: Sequence[str]) -> set[
         denied = _AGREES.sub("", text) if "no" in said else text
         return None if WORDS["refuses"].search(denied) else {polarities.index(min(said))}
     if rule in ("line", "first line"):
+        if len(text) > max(map(len, choices), default=0) + _MAX_LINE:
+            return None
         first = re.split(r"\s[-–—]\s|: |\. |\s\(", cut_reason(text))[0]
         same = _find_same(first, choices) or (_find_same(part, choices) if len(part.split()) <= _MAX_WORDS else set())
         others = {index for *_, index in _find_texts(text, choices)}
@@ -444,9 +448,18 @@ def _is_denied(text: str, start: int, end: int) -> bool:
 
 def _find_same(text: str, choices: Sequence[str]) -> set[int]:
     """Return the options that are the same answer as `text`: the same text, else the same value."""
-    text = text.strip(MARKS)
-    same = {index for index, choice in enumerate(choices) if strip_article(choice) == strip_article(text)}
-    return same or {index for index, choice in enumerate(choices) if is_same_open_answer(choice, text)}
+    text, words = text.strip(MARKS), fold(text)
+    likely = {index: choice for index, choice in enumerate(choices) if _words_of(choice) in words}
+    same = {index for index, choice in likely.items() if strip_article(choice) == strip_article(text)}
+    return same or {index for index, choice in likely.items() if is_same_open_answer(choice, text)}
+
+
+@lru_cache(4096)
+def _words_of(choice: str) -> str:
+    """Return the words that each statement of an option has; none for numbers, formulas, yes and no."""
+    words = strip_article(choice)
+    has_one_form = words.replace(" ", "").isalpha() and words not in POLARITY and not read_quantity(words)
+    return words if has_one_form else ""
 
 
 def _find_texts(text: str, choices: Sequence[str]) -> list[tuple[int, int, int]]:
