@@ -270,7 +270,8 @@ def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
         return
     is_alone = _ITEM.fullmatch(lines[-1]) and not any(map(_ITEM.fullmatch, lines[:-1]))  # a letter behind a list
     letters = {item[1].upper() for item in map(_ITEM.match, lines[-2:]) if item}
-    if len(letters) > 1 and not is_alone:
+    is_listed = len({*map(strip_article, lines[-2:])} & {*map(strip_article, choices)}) > 1
+    if is_listed or (len(letters) > 1 and not is_alone):
         return
     if _is_bare(lines) and lines[-1] not in lines[:-1] and not is_alone:
         yield "line", ", ".join(dict.fromkeys(_BULLETS.sub("", line.strip()) for line in lines[-_MAX_STATEMENTS:]))
@@ -315,7 +316,7 @@ _ALSO = re.compile(  # another option behind the sentence of the first
 )
 _WITHDRAWN = re.compile(
     r"\W*(?:(?:is|was|that is|that['’]s|which is) )?(?:clearly )?(?:wrong|incorrect|false|not (?:right|correct|true)"
-    r"|(?:选项|项)?(?:的(?:说法|描述))?是?(?:错|不)|ではあり|ではな|아니)"
+    r"|(?:选项|项)?(?:的(?:说法|描述))?是?(?:错|不)|\+|的(?!说法|描述)|ではあり|ではな|아니)"
 )
 _NO_LATER = re.compile(
     r"[\s\S]*\b(?:that|this|which)(?:['’]s| is| was) (?:clearly )?(?:wrong|incorrect|false|a mistake)"
@@ -335,7 +336,7 @@ def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
     is_letter = whole.upper() in LETTERS[: len(choices)]
     exact = {i for i, choice in enumerate(choices) if not is_letter and strip_article(choice) == strip_article(whole)}
     named: set[int] | None = exact if len(exact) == 1 and not whole.endswith("?") else None
-    text = _LATEX.sub(r"\1", cut_fillers(_BULLETS.sub("", part.strip())))
+    text = _LATEX.sub(r"\1", cut_fillers(_BULLETS.sub("", part.strip(MARKS))))
     if named is None and rule != "sentence":
         named = _read_letter(text, rule, choices)
     if named is None:
@@ -371,9 +372,6 @@ def _read_letter(text: str, rule: str, choices: Sequence[str]) -> set[int] | Non
             return same | {index}
         if not same and is_value(segments[0]) and is_value(own):
             return set()
-    is_stopped = _STOP_BEHIND.match(text, head.end()) or text[head.end() - 1] in ")].:"
-    if rest is None and rule in ("line", "first line") and not is_stopped:
-        return None
     tail = body[rest.end() :] if rest else behind
     if _WITHDRAWN.match(tail) or _NO_LATER.match(tail[:_MAX_REACH]):
         return set()
@@ -386,6 +384,9 @@ def _read_letter(text: str, rule: str, choices: Sequence[str]) -> set[int] | Non
     named = {index, *(LETTERS.index(letter.upper()) for letter in others)}
     if WORDS["joins"].search(first[:40]) or re.match(r"\s*(?:and|&|/|和)\s", first):
         named |= {place for _, _, place in _find_texts(first, choices)} or {index, -1}
+    is_stopped = _STOP_BEHIND.match(text, head.end()) or text[head.end() - 1] in ")].:"
+    if rest is None and rule in ("line", "first line") and not is_stopped and len(named) == 1:
+        return None
     return named
 
 
@@ -404,7 +405,7 @@ def _read_texts(text: str, part: str, rule: str, choices: Sequence[str]) -> set[
     if rule in ("line", "first line"):
         if len(text) > max(map(len, choices), default=0) + _MAX_LINE:
             return None
-        first = re.split(r"\s[-–—]\s|: |\. |\s\(", cut_reason(text))[0]
+        first = re.split(r"\s[-–—]\s|: |\. |\s\((?!or\b|alternatively|maybe|或|也)", cut_reason(text))[0]
         same = _find_same(first, choices) or (_find_same(part, choices) if len(part.split()) <= _MAX_WORDS else set())
         others = {index for *_, index in _find_texts(text, choices)}
         others |= {index for piece in re.split("[,;、]", text[:_MAX_REACH]) for index in _find_same(piece, choices)}
@@ -435,7 +436,9 @@ def _read_texts(text: str, part: str, rule: str, choices: Sequence[str]) -> set[
     start, end, _ = stated[0]
     is_joined = _JOINED.search(head[:start]) or re.match(r"[)*\s]*(?:[/&|;、]|or\b|and\b|或|和)\s*\S", head[end:])
     behind = text[len(cut_reason(text)) :].strip(" ,;")
-    is_joined = is_joined or any(_find_same(other, choices) - named for other in (rest.strip(" ,"), behind) if other)
+    is_joined = is_joined or any(
+        _find_same(other, choices) - named for other in (*re.split("[,;、]", rest[:_MAX_REACH]), behind)
+    )
     return named | ({-1} if is_joined else set())
 
 

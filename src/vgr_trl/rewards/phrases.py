@@ -334,7 +334,10 @@ def _shorten(clause: str) -> Iterator[str]:
     is_bound = WORDS["bounds"].search(phrase)
     starts = [] if is_said or is_bound else list(_NUMBER_START.finditer(phrase))
     if starts and len(re.findall(r"\d[\d.,:/]*|[=<>\\^]", phrase)) == 1:
-        is_joined = re.search(r"(?:\b(?:and|or|also|minus|negative)|和|或|负)\s*$", phrase[: starts[-1].start()])
+        before = phrase[: starts[-1].start()]
+        is_joined = any(map(read_quantity, before.split())) or re.search(
+            r"(?:\b(?:and|or|also|to|minus|negative)|和|或|负)\s*$", before
+        )
         phrase = phrase if is_joined else phrase[starts[-1].start() :]
     yield phrase
     counted = _COUNTED.match(phrase)
