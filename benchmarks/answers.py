@@ -7,8 +7,8 @@ The outputs are `tests/rewards/answers.jsonl`. Each reward gets the output and t
 them: a letter if there are options, else a text, and the first of several accepted answers. Libraries whose clones are
 not given are left out; EasyR1's rewards need `mathruler`.
 
-The second command writes `results/answers_published.md`: right and wrong outputs that earn, of the golden file, of a file
-of labelled outputs (text, solution, choices, label) and of outputs that benchmarks publish with their own verdict.
+The second command writes `results/answers_published.md`: right and wrong outputs that earn, of the golden file, a
+file of labelled outputs (text, solution, choices, label) and of outputs that benchmarks publish with their own verdict.
 CLONE is a git clone of lupantech/MathVista, mathllm/MATH-V and MMMU-Benchmark/MMMU; CHECKOUT is an older state of this
 repository. None of these outputs is part of this repository.
 """
@@ -199,7 +199,7 @@ def compare_states(flags: argparse.Namespace) -> None:
         table(["state", *names], [[state, *cells[state]] for state in found]),
         "Outputs and verdicts of MathVista (lupantech/MathVista, `results/*/output_*.json` without programs), MATH-V\n"
         "(mathllm/MATH-V, `outputs`, those with reasoning) and MMMU-Pro (MMMU-Benchmark/MMMU, `mmmu-pro/output`), "
-        f"every {flags.every}.\nof each; their verdicts have faults of their own. Golden: `tests/rewards/answers.jsonl`.",
+        f"1 of\n{flags.every} of each. Their verdicts have faults of their own. Golden: `tests/rewards/answers.jsonl`.",
         "`" + " ".join(["python benchmarks/answers.py", "--mathvista CLONE --math_v CLONE --mmmu CLONE",
                         "--labelled FILE.jsonl --before CHECKOUT", f"--every {flags.every}"]) + "`",
     ])  # fmt: skip

@@ -84,7 +84,8 @@ _BETWEEN_BOXES = re.compile(
     r"(?:\}|<\|end_of_box\|>)[\s$.,;/&、()\\\[\]]{0,9}(?:or|and|或者?|和)?[\s$(\\\[\]]{0,9}", re.IGNORECASE
 )
 _TAKEN_BACK = re.compile(  # behind a box
-    r"(?:\}|<\|end_of_box\|>)[})$\\\]*\s,]{0,9}(?:or\b|或|(?:is|was) (?:wrong|incorrect|false|not)\b|是?(?:错|不))",
+    r"(?:\}|<\|end_of_box\|>)[})$\\\]*\s,]{0,9}(?:(?:or\b|或)(?![\s$(\\]*boxed)"
+    r"|(?:is|was) (?:wrong|incorrect|false|not)\b|是?(?:错|不))",
     re.IGNORECASE,
 )
 _JSON = re.compile(r"(?:^|\n)\s*(?:```(?:json)?\s*)?([{\[].{1,2000}[}\]])[\s`]*\Z", re.DOTALL)
@@ -373,7 +374,7 @@ def _read_letter(text: str, rule: str, choices: Sequence[str]) -> set[int] | Non
         if not same and is_value(segments[0]) and is_value(own):
             return set()
     tail = body[rest.end() :] if rest else behind
-    if _WITHDRAWN.match(tail) or _NO_LATER.match(tail[:_MAX_REACH]):
+    if _WITHDRAWN.match(tail) or WORDS["bounds"].match(tail.lstrip()) or _NO_LATER.match(tail[:_MAX_REACH]):
         return set()
     end = _SENTENCE_END.search(tail)
     first, further = (tail[: end.start()], tail[end.end() :]) if end else (tail, "")
@@ -422,6 +423,10 @@ def _read_texts(text: str, part: str, rule: str, choices: Sequence[str]) -> set[
     last = _HEAD.fullmatch(cut_fillers(WORDS["verbs"].split(head)[-1]).rstrip(STOPS + " "))
     if last and not letters and (rule != "sentence" or WORDS["verbs"].search(head) or "选" in head):
         letters = [(head.rfind(last[1]), len(head), LETTERS.index(last[1].upper()))]
+    if letters and not texts:  # from (D) to B
+        letters += [
+            (*m.span(), LETTERS.index(m[0].upper())) for m in _OTHER_LETTER.finditer(head) if not _is_word(head, m)
+        ]
     places = sorted(places + [place for place in letters if place[2] < (len(choices) or len(LETTERS))])
     if not places:
         same = _find_same(part, choices)
@@ -434,19 +439,19 @@ def _read_texts(text: str, part: str, rule: str, choices: Sequence[str]) -> set[
     if WORDS["refuses"].search(rest) or WORDS["supposes"].search(text) or not named:
         return set()
     start, end, _ = stated[0]
-    is_joined = _JOINED.search(head[:start]) or re.match(r"[)*\s]*(?:[/&|;、]|or\b|and\b|或|和)\s*\S", head[end:])
-    behind = text[len(cut_reason(text)) :].strip(" ,;")
-    is_joined = is_joined or any(
-        _find_same(other, choices) - named for other in (*re.split("[,;、]", rest[:_MAX_REACH]), behind)
+    is_joined = _JOINED.search(head[:start].rstrip("(*")) or re.match(
+        r"[)*\s]*(?:[/&|;、]|or\b|and\b|或|和)\s*\S", head[end:]
     )
-    return named | ({-1} if is_joined else set())
+    behind = text[len(cut_reason(text)) :].strip(" ,;")
+    others = (*re.split("[,;、]", rest[:_MAX_REACH]), behind)
+    return named | ({-1} if is_joined or any(_find_same(other, choices) - named for other in others) else set())
 
 
 def _is_denied(text: str, start: int, end: int) -> bool:
     """Whether the clause of an option denies it, or compares something with it."""
     before = re.split(r"[,;:。]", text[max(0, start - 40) : start])[-1]
     is_denied = WORDS["denies"].search(before) or WORDS["bounds"].search(WORDS["verbs"].split(before)[-1])
-    return bool(is_denied or _WITHDRAWN.match(text, end) or WORDS["bounds"].match(text, end))
+    return bool(is_denied or _WITHDRAWN.match(text, end) or WORDS["bounds"].match(text[end:].lstrip(")* ")))
 
 
 def _find_same(text: str, choices: Sequence[str]) -> set[int]:
@@ -490,7 +495,7 @@ def _read_open(part: str, rule: str) -> Answer | None:
     is_long = len(part.split()) > _MAX_WORDS or len(part) > _MAX_LINE
     if rule == "confirmation" or not strip_wrapping(part) or (rule == "line" and is_long and not find_polarity(part)):
         return None
-    if rule == "first line" and not (find_polarity(part) or read_quantity(strip_wrapping(part))):
+    if rule == "first line" and (is_long or not (find_polarity(part) or read_quantity(strip_wrapping(part)))):
         return None
     return Answer(rule.removeprefix("first "), part, value=part, excluded=why_no_value(part))
 

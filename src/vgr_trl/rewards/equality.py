@@ -55,7 +55,7 @@ _FORMULA_UNIT = re.compile(
     r"(?:\s?\^\s?\{?[23]\}?)?|(?<=[\d)}π])[\u4e00-\u9fff]+)"
 )
 _AND = re.compile(r",?\s+and\s+|\s*(?:→|->|;)\s*|(?<=[\u4e00-\u9fff])和", re.IGNORECASE)
-_OPERATION = re.compile(r"[-−+*/^=×÷·(√π≈\\]|sqrt|pi")
+_OPERATION = re.compile(r"[-−+*/^=×÷·(√π≈\\]|sqrt|\bpi\b")
 _TIGHT = re.compile(r"(?<=\d) (?=[a-z°])|(?<=\d) ?(?=:)|(?<=:) ?(?=\d)")  # spaces in 5 m and 1 : 2
 _TIME = re.compile(r"(上午|下午|早上|晚上)?(\d{1,2})(?::|[点时])(\d{2})分? ?(?:([ap])\.?m\.?)?")
 _MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()

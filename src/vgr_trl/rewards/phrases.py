@@ -10,6 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 _HERE = Path(__file__)
 TABLES = tomllib.loads(_HERE.with_name("statements.toml").read_text(encoding="utf-8"))
@@ -80,7 +81,7 @@ _UNIT = re.compile(
     re.IGNORECASE,
 )
 _INVERSE = re.compile(r"(?:^|\s|(?<=[a-z])\\cdot\s?)([A-Za-z]+)\s?\^\s?\{?-(?:1|([23]))\}?$")  # m s^{-2}
-_SIMPLER = [
+_SIMPLER: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"(?<=\d)(?:[\u202f\u2009]|\\,|\{,\})(?=\d{3}(?!\d))"), ""),  # thousands
     (re.compile(r"\*?\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]"), "°"),
     (re.compile(r"\\[,;:! ]|\\(?:quad|qquad)(?![A-Za-z])|(?<=\S)~|~(?=[A-Za-z])"), " "),
@@ -93,7 +94,7 @@ _SIMPLER = [
 def simplify_units(text: str) -> str:
     r"""Return `text` with degrees, spaces, texts and powers as plain characters, such as 5 cm for `5\,\text{cm}`."""
     for pattern, plain in _SIMPLER:
-        text = pattern.sub(plain, text)  # type: ignore[arg-type]
+        text = pattern.sub(plain, text)
     return text
 
 
@@ -263,8 +264,13 @@ def cut_reason(text: str) -> str:
     return text[: reason.start()] if reason else text
 
 
+_SAYS = re.compile(rf"(?a:\b(?:{'|'.join(filter(str.isascii, POLARITY))})\b)|[是对正有否不错没]", re.IGNORECASE)
+
+
 def find_polarity(clause: str) -> set[str]:
     """Return `yes` and `no` if parts of a clause are nothing but that."""
+    if not _SAYS.search(clause):
+        return set()
     pieces = [piece for piece in re.split(r"[,.;:。!]|\s[-–—]\s", clause) if len(piece) <= 40]
     return {
         POLARITY[word]
