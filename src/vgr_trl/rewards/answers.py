@@ -443,8 +443,8 @@ def _read_texts(text: str, part: str, rule: str, choices: Sequence[str]) -> set[
         r"[)*\s]*(?:[/&|;、]|or\b|and\b|或|和)\s*\S", head[end:]
     )
     behind = text[len(cut_reason(text)) :].strip(" ,;")
-    others = (*re.split("[,;、]", rest[:_MAX_REACH]), behind)
-    return named | ({-1} if is_joined or any(_find_same(other, choices) - named for other in others) else set())
+    pieces = (*re.split("[,;、]", rest[:_MAX_REACH]), behind)
+    return named | ({-1} if is_joined or any(_find_same(piece, choices) - named for piece in pieces) else set())
 
 
 def _is_denied(text: str, start: int, end: int) -> bool:
