@@ -254,10 +254,7 @@ def _read_line(text: str, start: int) -> str:
     leading: Any = _LEADING.match(chunk)
     line, _, further = chunk[leading.end() :].partition("\n")
     following = further.lstrip().partition("\n")[0]
-    is_list = _ITEM.fullmatch(following) or (
-        "\n" in leading[0] and following == further.partition("\n")[0] != "" and _is_bare([line, following])
-    )
-    return f"{line}; {following}" if is_list or WORDS["joins"].match(following) else line
+    return f"{line}; {following}" if _ITEM.fullmatch(following) or WORDS["joins"].match(following) else line
 
 
 def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
