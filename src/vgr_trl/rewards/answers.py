@@ -420,10 +420,9 @@ def _read_texts(text: str, part: str, rule: str, choices: Sequence[str]) -> set[
     last = _HEAD.fullmatch(cut_fillers(WORDS["verbs"].split(head)[-1]).rstrip(STOPS + " "))
     if last and not letters and (rule != "sentence" or WORDS["verbs"].search(head) or "选" in head):
         letters = [(head.rfind(last[1]), len(head), LETTERS.index(last[1].upper()))]
-    if letters and not texts:  # from (D) to B
-        letters += [
-            (*m.span(), LETTERS.index(m[0].upper())) for m in _OTHER_LETTER.finditer(head) if not _is_word(head, m)
-        ]
+    others = {LETTERS.index(m[0].upper()) for m in _OTHER_LETTER.finditer(head) if not _is_word(head, m)}
+    if letters and not texts and re.search(r"\bto\b|到", head) and len(others) > 1:  # from (D) to B
+        return others
     places = sorted(places + [place for place in letters if place[2] < (len(choices) or len(LETTERS))])
     if not places:
         same = _find_same(part, choices)
