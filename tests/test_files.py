@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from vgr_trl import atomic_files
 from vgr_trl.atomic_files import append_atomic
-from vgr_trl.errors import DiskFullError
+from vgr_trl.errors import ConfigError, DiskFullError
+from vgr_trl.reporting.records import refuse_unwritable
 
 
 class SmallDisk(FileIO):
@@ -36,3 +38,29 @@ def test_appending_makes_the_folder_and_a_head_in_an_empty_file(tmp_path):
     for line in (b"one\n", b"two\n"):
         append_atomic(path, line, head=b"# Log\n")
     assert path.read_bytes() == b"# Log\none\ntwo\n"
+
+
+def test_a_file_that_two_processes_write_at_a_time_is_whole(tmp_path, monkeypatch):
+    """The second begins and ends while the first waits for its disk."""
+    path, plain = tmp_path / "page.html", atomic_files.publish
+
+    def publish(*paths):
+        monkeypatch.setattr(atomic_files, "publish", plain)
+        atomic_files.write_atomic(path, b"second")
+        assert path.read_bytes() == b"second"
+        plain(*paths)
+
+    monkeypatch.setattr(atomic_files, "publish", publish)
+    atomic_files.write_atomic(path, b"first")
+    assert path.read_bytes() == b"first"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("head", [b"", b"0" * 2**16])
+def test_an_output_replaces_its_own_kind(tmp_path, head):
+    path = tmp_path / "output"
+    for content in (b"", head + b"mark" + b"0" * 2**15):
+        path.write_bytes(content)
+        refuse_unwritable(path, "output", mark=b"mark")
+    with pytest.raises(ConfigError):
+        refuse_unwritable(path, "output", mark=b"another")

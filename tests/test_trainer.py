@@ -1,8 +1,10 @@
 import copy
 import math
 import re
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -13,9 +15,11 @@ from support.models.families import make_batch
 from support.trainers import STOCK, letters_reward, logged, weights
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from vgr_trl.cli.train import attention_scale_warning
 from vgr_trl.config import SWITCHES
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
+from vgr_trl.rewards import vgr_reward
 from vgr_trl.rows import scoring_inputs
 from vgr_trl.trainer import DAPOTrainer
 
@@ -178,3 +182,47 @@ def test_an_evaluation_has_the_late_reward_weights_and_counts_in_no_metric_of_tr
     assert logged(evaluated, "eval_reward") == [0.5] * 3
     assert logged(evaluated, "reward_weights/place_reward") == [1.0] * 3
     assert logged(evaluated, "sharing/prompts_per_row") == logged(alone, "sharing/prompts_per_row") != []
+
+
+@dataclass
+class LongReward:
+    """A reward that cannot be hashed, as a dataclass that compares its fields."""
+
+    least: int = 3
+
+    def __call__(self, completions, **columns):
+        return [float(len(completion) > self.least) for completion in completions]
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.5), np.array([1.0, 0.5])])
+def test_rewards_and_weights_of_any_type_that_trl_takes(text_trainer, weights):
+    trainer = text_trainer([LongReward(), LongReward(2)], reward_weights=weights, max_steps=1, rollout_log_steps=1)
+    trainer.train()
+    assert trainer.reward_weights.tolist() == [1.0, 0.5]
+    trainer.args.attention_reward_scale = "none"
+    assert attention_scale_warning([LongReward(), vgr_reward], trainer.args)
+
+
+def test_the_best_model_is_that_of_the_best_reward(text_trainer, text_rows):
+    def reward(completions, trainer_state, **kwargs):
+        return [float(trainer_state.global_step == 2)] * len(completions)
+
+    trainer = text_trainer(
+        reward, eval_rows=text_rows.select(range(4)), max_steps=3, load_best_model_at_end=True,
+        num_generations_eval=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (1.0, 2)
+
+
+def test_each_evaluation_set_has_metrics_of_its_own(text_trainer, text_rows, capsys):
+    trainer = text_trainer(
+        eval_rows={"red": text_rows.select([0]), "others": text_rows.select(range(1, 4))}, max_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="others_reward", num_generations_eval=2,
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    (red,), (others,) = (logged(trainer, f"eval_{name}_reward") for name in ("red", "others"))
+    assert trainer.state.best_metric == others != red
+    assert logged(trainer, "eval_reward") == []
+    assert f"reward {red:.3f}" in capsys.readouterr().out

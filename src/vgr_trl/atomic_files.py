@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from traceback import format_exception
 
 from vgr_trl.errors import DiskFullError, VGRError
@@ -40,10 +41,10 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.unfinished")
 
 
-def publish(path: Path) -> None:
-    """Rename the file at `unfinished(path)` to `path` once its bytes are on the disk."""
-    _sync(unfinished(path))
-    unfinished(path).replace(path)
+def publish(temporary: Path, path: Path) -> None:
+    """Rename an unfinished file to `path` once its bytes are on the disk."""
+    _sync(temporary)
+    temporary.replace(path)
     _sync(path.parent)
 
 
@@ -57,22 +58,24 @@ def _sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes, sync: bool = True) -> None:
-    """Write a file completely or not at all.
+    """Write a file completely or not at all; create missing folders. The last of several processes wins.
 
     Args:
-        path: path of the file, in an existing folder.
+        path: path of the file.
         data: content of the file.
         sync: wait until the file is on the disk, so that no later write can reach the disk before it.
 
     Raises:
         DiskFullError: the disk is full; the error names the file.
     """
+    temporary = unfinished(path.with_name(f"{path.name}.{token_hex(4)}"))
     try:
         with naming_full_disk(path):
-            unfinished(path).write_bytes(data)
-            publish(path) if sync else unfinished(path).replace(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(data)
+            publish(temporary, path) if sync else temporary.replace(path)
     finally:
-        unfinished(path).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def append_atomic(path: Path, data: bytes, head: bytes = b"") -> None:

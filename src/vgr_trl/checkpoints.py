@@ -8,17 +8,16 @@ completions of an unfinished generation batch. `ResumableTrainer` saves and rest
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
 from accelerate import Accelerator, PartialState
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from datasets import Dataset, IterableDataset
 from filelock import FileLock, Timeout
 from torch import nn
@@ -28,9 +27,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from transformers.utils import logging
 
 from vgr_trl.atomic_files import naming_full_disk, publish, unfinished, write_atomic
-from vgr_trl.errors import ConfigError, VGRError, error_text
+from vgr_trl.errors import ConfigError, EvaluationStopped, VGRError, error_text
 from vgr_trl.patches.transformers import load_weights, rotate_at_end, whole_model
 from vgr_trl.processes import naming_silent_process
+from vgr_trl.sharing.model_support import has_sharded_parameters
 
 logger = logging.get_logger(__name__)
 
@@ -70,8 +70,9 @@ def checksum(path: Path) -> str:
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the files and checksums of a checkpoint's manifest, or None if the manifest is missing or unreadable."""
     try:
-        return {"checksums": {}, **json.loads((folder / MANIFEST).read_text(encoding="utf-8"))}  # older ones have none
-    except (OSError, ValueError):
+        read = {"checksums": {}, **json.loads((folder / MANIFEST).read_text(encoding="utf-8"))}  # older ones have none
+        return read | {"files": dict(read["files"]), "checksums": dict(read["checksums"])}
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
@@ -117,7 +118,7 @@ def save_share(state: dict[str, Any], folder: Path, process_index: int, num_proc
     """
     path = folder / SHARE.format(kind, process_index, num_processes)
     torch.save(state, unfinished(path))
-    publish(path)
+    publish(unfinished(path), path)
 
 
 def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[str, Any]]:
@@ -169,6 +170,27 @@ class SavedState(ABC):
             self.load_states(states)
         elif PartialState().is_main_process:
             logger.warning(f"{folder} has no state of the {self.kind}, which starts empty.")
+
+
+class MovingReference(NamedTuple):
+    """The reference model of `sync_ref_model`, whose weights TRL does not save; sharded weights are not saved here."""
+
+    model: nn.Module
+
+    def save(self, folder: Path) -> None:
+        """Write the weights into a checkpoint, by the main process."""
+        if PartialState().is_main_process and not has_sharded_parameters(self.model):
+            save_share(self.model.state_dict(), folder, 0, 1, "reference")
+
+    def load(self, folder: Path) -> None:
+        """Load the weights of a checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint does not have them.
+        """
+        if not (states := load_shares(folder, "reference")):
+            raise ConfigError(f"{folder} has no reference (ZeRO-3, FSDP and TRL save none): switch sync_ref_model off.")
+        self.model.load_state_dict(states[0])
 
 
 TRACES = ("trainer_state.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
@@ -273,28 +295,25 @@ def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
 
 
 @contextmanager
-def lock_folder(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Lock a folder for one training. The kernel releases the lock when the process ends, also after a kill.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Lock an output folder for one training, and create it; all processes call this, and the main process holds it.
 
-    A file system without locks is used without one.
-
-    Args:
-        folder: an existing output folder.
-        accelerator: of the run, whose main process holds the lock.
+    The kernel releases the lock when the process ends, also after a kill. A thread may lock a folder again within the
+    block. A file system without locks is used without one.
 
     Raises:
         ConfigError: another run holds the lock; on all processes.
     """
     # Without `fallback_to_soft`: a file as the mark of a lock would outlive a killed run.
-    lock, is_free = FileLock(folder / LOCK, timeout=LOCK_SECONDS, fallback_to_soft=False), True
+    lock, is_free = FileLock(folder / LOCK, timeout=LOCK_SECONDS, fallback_to_soft=False, is_singleton=True), True
     try:
-        if accelerator.is_main_process:
+        if PartialState().is_main_process:
             lock.acquire()
     except OSError as error:  # `Timeout`, or the file system has no locks
         is_free = not isinstance(error, Timeout)
     with ExitStack() as stack:
         stack.callback(lock.release)
-        if not accelerator.gather(torch.tensor([is_free], device=accelerator.device)).all():
+        if not all(gather_object([is_free])):
             raise ConfigError(f"Another run is training in {folder}: wait until it ends, or give another output_dir.")
         yield
 
@@ -342,7 +361,7 @@ class ResumableTrainer(GRPOTrainer):
         checkpoint = resolve_checkpoint(resume_mode(resume), Path(str(self.args.output_dir)))
         try:
             names_process = naming_silent_process(self.args.ddp_timeout, lambda: self.state.global_step + 1)
-            with lock_folder(Path(str(self.args.output_dir)), self.accelerator), names_process:
+            with lock_folder(Path(str(self.args.output_dir))), names_process:
                 return super().train(checkpoint, *args, **options)
         finally:
             self.termination.restore_handler()
@@ -351,6 +370,17 @@ class ResumableTrainer(GRPOTrainer):
         """Return TRL's sampler, and keep it for the data order of a resumed run."""
         self.train_sampler = super()._get_train_sampler(dataset)
         return self.train_sampler  # type: ignore[no-any-return]
+
+    def _evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        """Evaluate; return no metrics if SIGTERM has ended the evaluation."""
+        with suppress(EvaluationStopped):
+            return super()._evaluate(*args, **options)
+        self._metrics["eval"].clear()
+        return {}
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Return whether to save the best checkpoint: after an evaluation that SIGTERM has ended, too."""
+        return super()._determine_best_metric(metrics, trial) if metrics else True
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint, mark it complete once all is written, and explain a full disk."""
@@ -371,11 +401,12 @@ class ResumableTrainer(GRPOTrainer):
         Raises:
             ConfigError: naming the checkpoint.
         """
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
+        needed = [{*group} for group in optimizer.param_groups] if isinstance(optimizer, torch.optim.Optimizer) else []
         try:
             super()._load_optimizer_and_scheduler(checkpoint)
             if not self.is_fsdp_enabled:  # whose sharded moments have other shapes than the weights
-                optimizer: Any = self.optimizer
-                _check_optimizer(optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer)
+                _check_optimizer(optimizer, needed)
         except (AttributeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
             unfit = f"The optimizer or scheduler in {checkpoint} does not fit the weights that this run trains"
             cure = "continue with the model, adapter and optim that saved it, or give another checkpoint"
@@ -402,13 +433,17 @@ class ResumableTrainer(GRPOTrainer):
         return target is not None
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any, needed: Sequence[Set[str]]) -> None:
     """Raise `ValueError` if the loaded state has missing options or Adam moments of the wrong shape.
 
     PyTorch loads both. A step would end in a `KeyError`, and fused AdamW would write past the end of the moments.
+
+    Args:
+        optimizer: whose state was loaded.
+        needed: the options of each parameter group before that. `defaults` has options that no group needs.
     """
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
-        if missing := sorted(optimizer.defaults.keys() - group.keys()):
+    for names, group in zip(needed, optimizer.param_groups if needed else (), strict=True):
+        if missing := sorted(names - group.keys()):
             raise ValueError(f"{type(optimizer).__name__} needs {', '.join(missing)}, which was not saved")
     for weight, state in optimizer.state.items() if isinstance(optimizer, torch.optim.Adam) else ():
         for name in ("exp_avg", "exp_avg_sq"):

@@ -87,9 +87,9 @@ class MeasureOptions(PluginOptions):
     attention_source: Literal["scoring", "generate"] = option("scoring", "scoring: measure attention in a scoring "
         "pass per rollout, with any backend; generate: while transformers generates, log-probabilities and entropies "
         "too, without that pass (but for records, hidden states, and KL in the reward).", needs="attention")
-    attention_rows: Literal["auto", "all"] = option("auto", "auto: measure every completion where a reward, credit "
-        "rule or signal reads attention, else the recorded completions and one group per rollout and process; all: "
-        "every completion.", needs="attention")
+    attention_rows: Literal["auto", "all"] = option("auto", "auto: measure every completion where a reward (with "
+        "**kwargs, any), credit rule or signal reads attention, else the recorded completions and one group per "
+        "rollout and process; all: every completion.", needs="attention")
     attention_segments: Literal["thirds", "ends"] = option("thirds", "thirds: early, middle and late thirds of the "
         "layers; ends: first, middle and last two.", needs="attention")
     check_pixels: bool = option(True, "Score one group behind a blank image after the first rollout; stop if nothing "

@@ -212,7 +212,7 @@ def _plugin_weights(
     function, name, mask = registries.credit_rules.load(spec), short_name(spec), given[-1]
     rule, taken = f"the credit rule {spec}", inspect.signature(function).parameters
     named = {key: value for key, value in context.items() if key in taken}
-    result = function(*given, options.plugin_values(function), **named)
+    result = registries.call_plugin(rule, function, *given, options.plugin_values(function), **named)
     credit, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     weights = credit.values if (adds := isinstance(credit, Added)) else credit
     if not isinstance(weights, Tensor) or weights.shape != mask.shape or not isinstance(metrics, Mapping):
@@ -232,7 +232,7 @@ def _plugin_weights(
         totals.add_mean(f"credit/{name}/token_fraction", weights & mask, mask)
         return weights & mask
     if not bool(weights[mask].isfinite().all()):
-        raise DataError(f"{rule} returned weights that are not finite for valid tokens: give numbers.")
+        raise DataError(f"{rule} returned weights that are not finite for valid tokens: declare its needs.")
     if adds:
         totals.add_mean(f"credit/{name}/added", weights, mask)
         return Added(weights.masked_fill(~mask, 0))

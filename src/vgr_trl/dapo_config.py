@@ -107,8 +107,9 @@ class DAPOConfig(
 
     Each option is described by its `help` (`vgr-trl train --help`).
 
-    Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476). TRL's own
-    defaults already are `loss_type="dapo"` and `beta=0.0`.
+    Changed defaults: `epsilon_high=0.28` (DAPO's clip-higher; https://huggingface.co/papers/2503.14476), and
+    `metric_for_best_model="eval_reward"` with `load_best_model_at_end`. TRL's own defaults already are
+    `loss_type="dapo"` and `beta=0.0`.
 
     Example:
         >>> config = DAPOConfig("run", num_generations=4, token_weights=True, use_cpu=True, bf16=False)
@@ -149,12 +150,16 @@ class DAPOConfig(
         for name in ("share_prompts", *SWITCHES):  # YAML reads on and off as True and False
             if isinstance(value := vars(self)[name], bool):
                 setattr(self, name, "on" if value else "off")
+        # TRL takes a tuple or an array too.
+        self.reward_weights = None if self.reward_weights is None else [*map(float, self.reward_weights)]
         self.rows_per_pass = str(self.rows_per_pass)  # which YAML reads as a number
         check_options(self, _LIMITS)
         self.check_plugins()
         check_conflicts(self)
         if self.warmup_ratio is not None:
             self.warmup_steps = self.warmup_ratio
+        if self.load_best_model_at_end:  # transformers takes the loss, which is noise here
+            self.metric_for_best_model = self.metric_for_best_model or "eval_reward"
         super().__post_init__()
 
     @property

@@ -79,6 +79,10 @@ class CollapseError(VGRError, RuntimeError):
     """Training was ended because the run showed signs of collapse."""
 
 
+class EvaluationStopped(Exception):
+    """Ends an evaluation between two batches, after SIGTERM; training catches it."""
+
+
 class NotFiniteError(VGRError, ArithmeticError):
     """The model returned NaN or infinite values."""
 

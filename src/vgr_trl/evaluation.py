@@ -19,11 +19,11 @@ from trl.data_utils import prepare_multimodal_messages
 
 from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
-from vgr_trl.errors import ConfigError, DataError, RewardError
+from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.patching import evaluating, keep_random_state, patched_attribute
-from vgr_trl.rewards.answers import Solution, resolve_solution, states_answer
+from vgr_trl.rewards.answers import decode_with_tags, states_answer, usable_solution
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
-from vgr_trl.rewards.loading import add_label_idx, check_callable, reward_name
+from vgr_trl.rewards.loading import check_callable, fit_arguments, reward_name
 from vgr_trl.rewards.phrases import normalise
 from vgr_trl.rows import pad_rows
 
@@ -63,7 +63,7 @@ def grade(row: Mapping[str, Any], greedy: str, sampled: list[str]) -> dict[str, 
     """
     completions = [greedy, *sampled]
     correct, well_formed = grade_completions(row, completions), think_format_reward(completions)
-    solution = read_solution(row)
+    solution = usable_solution(row)
     return {
         **{key: row[key] for key in ("id", "source", "problem", "solution") if key in row},
         "greedy": greedy,
@@ -83,14 +83,6 @@ def grade_completions(row: Mapping[str, Any], completions: list[str]) -> list[fl
     return accuracy_reward(completions, **columns)
 
 
-def read_solution(row: Mapping[str, Any]) -> Solution | None:
-    """Return the reference answer of a row, or None if it is unusable."""
-    try:
-        return resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
-    except RewardError:
-        return None
-
-
 def compute_rewards(
     functions: Sequence[Any], rows: Sequence[Mapping[str, Any]], completions: list[str], tokenizer: Any
 ) -> dict[str, list[float | None]]:
@@ -108,7 +100,7 @@ def compute_rewards(
     columns["prompts"] = [row.get("prompt") for row in rows]
     columns["completions"] = [[{"role": "assistant", "content": text}] for text in completions]
     columns["completion_ids"] = tokenizer(completions, add_special_tokens=False)["input_ids"]
-    return {reward_name(each): list(each(**add_label_idx(each, columns))) for each in functions}
+    return {reward_name(each): list(each(**fit_arguments(each, columns))) for each in functions}
 
 
 @dataclass(frozen=True)
@@ -293,7 +285,7 @@ class CompletionGenerator:
         owner = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         with patched_attribute(owner, "generation_config", settings):
             ids = self.model.generate(**inputs, generation_config=settings)
-        return list(self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        return decode_with_tags(self.tokenizer, ids[:, inputs["input_ids"].shape[1] :].tolist())
 
 
 def evaluate(
@@ -335,7 +327,7 @@ def evaluate(
         ConfigError: `group_by` is not a column.
         DataError: no row has a usable solution, or there are no images to blank.
     """
-    if not any(read_solution(row) is not None for row in rows):
+    if not any(usable_solution(row) is not None for row in rows):
         raise DataError(f"None of the {len(rows)} rows has a usable `solution`: give a letter, an index or a text.")
     if group_by is not None and group_by not in rows[0]:
         raise ConfigError(f"group_by is {group_by!r}: give one of the columns {', '.join(rows[0])}.")

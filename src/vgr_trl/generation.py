@@ -21,6 +21,7 @@ from vgr_trl.patching import patched_attributes
 from vgr_trl.pixel_check import refuse_dropped_images
 from vgr_trl.pixels import image_tensors
 from vgr_trl.registries import BLIND_ANSWERS
+from vgr_trl.rewards.answers import decode_with_tags
 from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
 from vgr_trl.rows import Prompts, Turns
 from vgr_trl.signals.named import RolloutSignals
@@ -102,7 +103,7 @@ def blind_answers(
         completion_ids: tokens of each completion.
     """
     args, accelerator = trainer.args, trainer.accelerator
-    texts = trainer._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    texts = decode_with_tags(trainer._tokenizer, completion_ids, f"<{args.blind_tag}></{args.blind_tag}>")
     described = [extract_description(text, args.blind_tag, args.blind_without_tag == "completion") for text in texts]
     conversations = [
         blind_conversation(args.blind_prompt, question_of(row), found or "")

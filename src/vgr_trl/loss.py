@@ -23,11 +23,11 @@ from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.step_metrics import Totals
 from vgr_trl.options import Checked, option
 from vgr_trl.pixels import joined
-from vgr_trl.registries import declares, loss_terms
+from vgr_trl.registries import call_plugin, declares, loss_terms
 from vgr_trl.rows import scoring_inputs
 from vgr_trl.sharing.lending import READ_AGAIN
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.signals.ratios import visual_dependency
+from vgr_trl.signals.ratios import bounded, visual_dependency
 from vgr_trl.signals.scoring import Head, Purpose, Scores, Want, rest_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str = "low_var_kl") -> Te
         raise DataError(f"kl_penalty got a tensor of shape {tuple(logps.shape)} for {kind}: give {wanted}.")
     logps, ref_logps = logps.float(), ref_logps.float()
     if kind == "full":
-        logps, ref_logps = logps.log_softmax(-1), ref_logps.log_softmax(-1)
+        logps, ref_logps = bounded(logps.log_softmax(-1)), bounded(ref_logps.log_softmax(-1))
         return (logps.exp() * (logps - ref_logps)).sum(-1)
     difference = logps - ref_logps  # (N, T)
     if kind == "kl":
@@ -530,7 +530,7 @@ def teacher_divergence(logits: Tensor, ids: Tensor, teacher: Tensor, kind: str =
     Returns:
         (…), in nats, with gradients of the policy.
     """
-    logps = logits.log_softmax(-1)
+    logps, teacher = bounded(logits.log_softmax(-1)), bounded(teacher)
     policy = logps.gather(-1, ids.long())
     if teacher.size(-1) > ids.size(-1):
         policy = torch.cat([policy, rest_of(logps, ids)], -1)
@@ -624,12 +624,15 @@ def auxiliary_loss(trainer: "ConstructedTrainer", passed: TermInputs) -> tuple[T
 
 
 def _compute_term(name: str, function: Any, given: TermInputs, args: LossOptions) -> Tensor:
-    """Return a loss term (N, T), 0 outside the mask; raise `DataError` if it is no such tensor."""
-    term = function(given, args.plugin_values(function))
+    """Return a loss term (N, T), 0 outside the mask; raise `DataError` if it is no such tensor or has no gradient."""
+    term = call_plugin(f"the loss term {name}", function, given, args.plugin_values(function))
     if not isinstance(term, Tensor) or term.shape != given.mask.shape:
         found = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
         raise DataError(f"The loss term {name} returned {found}: return a tensor {tuple(given.mask.shape)}.")
-    return term.masked_fill(~given.mask, 0)
+    term = term.masked_fill(~given.mask, 0)
+    if given.logps.requires_grad and not term.requires_grad and term.any():
+        raise DataError(f"The loss term {name} has no gradient, so it trains nothing: compute it from passed.logps.")
+    return term
 
 
 def _score_perturbed(trainer: "ConstructedTrainer", passed: TermInputs) -> Scores:

@@ -112,21 +112,21 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
         return  # these make the prompts
     special = special_tokens(trainer.processing_class)
     needs_solution = any(map(reads_solution, trainer.reward_funcs))
-    boxes = reads_boxes(trainer.args, trainer.reward_funcs)
+    boxes, context = reads_boxes(trainer.args, trainer.reward_funcs), read_context(trainer.args)
 
     def ready(dataset: Any, split: str) -> Any:
         if not isinstance(dataset, Dataset | IterableDataset) or dataset in PREPARED_STREAMS:
             return dataset
         if isinstance(dataset, Dataset) and (prepared_transform(dataset) or not is_repeatable(dataset)):
-            return _drop_bad_rows(dataset, split, special, boxes)
+            return _drop_bad_rows(dataset, split, special, boxes, context)
         rows = undecoded(dataset.with_format(None))
         first: dict[str, Any] = next(iter(rows), {})
         in_final_form = isinstance(first.get("prompt"), str if trainer._is_vlm else str | list)
         if in_final_form and {*MEDIA}.isdisjoint(first):
             require_columns(rows, split, needs_solution=False)
-            return _drop_bad_rows(dataset, split, special, boxes) if isinstance(dataset, Dataset) else dataset
-        rules: dict[str, Any] = {"needs_solution": needs_solution, "special": special, "boxes": boxes}
-        ready_rows, skipped = prepare_rows(rows, split=split, **rules)
+            return _drop_bad_rows(dataset, split, special, boxes, context) if isinstance(dataset, Dataset) else dataset
+        rules: dict[str, Any] = {"needs_solution": needs_solution, "special": special}
+        ready_rows, skipped = prepare_rows(rows, split=split, boxes=boxes, context=context, **rules)
         if not isinstance(first.get("prompt"), list):
             _warn(f"The {split} data have questions; vgr_trl.data.checked_rows.prepare_rows turned them into prompts.")
         _warn_of_skipped(split, skipped)
@@ -155,8 +155,13 @@ def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
     return "crop_to_box" in args.row_views.values() or "regions" in {*args.readers(), *find_measurements(needs)}
 
 
-def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool) -> Dataset:
-    """Drop rows whose conversation holds a special token, or whose boxes cannot be read.
+def read_context(args: DAPOConfig) -> str:
+    """Return the name of the column with a text that a teacher reads, or an empty text if none does."""
+    return "".join({"privileged_context"} & {*args.row_views.values()})
+
+
+def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None, boxes: bool, context: str) -> Dataset:
+    """Drop rows whose conversation holds a special token, or whose boxes or texts for a teacher cannot be read.
 
     A text is a prompt in its final form, and may hold special tokens.
 
@@ -165,29 +170,31 @@ def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None
         split: name for messages.
         special: matches the special tokens of the model.
         boxes: whether the boxes are read.
+        context: column with a text for a teacher; "": no teacher reads one.
     """
-    if (shown := prepared_transform(dataset)) and shown.rules.special == special and shown.rules.boxes >= boxes:
+    shown = prepared_transform(dataset)
+    rules = shown and shown.rules
+    if rules and rules.special == special and rules.boxes >= boxes and rules.context >= context:
         return dataset  # `prepare_rows` has checked it
     names = set(dataset.column_names or ())
     boxes = boxes and bool(names & set(BOX_COLUMNS))
-    read = names & {"prompt", PLACE, *((*BOX_COLUMNS, *IMAGE_COLUMNS, SIZES) if boxes else ())}
+    read = names & {"prompt", PLACE, context, *((*BOX_COLUMNS, *IMAGE_COLUMNS, SIZES) if boxes else ())}
     rows = undecoded(dataset.with_format(None).select_columns(sorted(read)))
     texts = len(rows) > 0 and not isinstance(rows[0]["prompt"], list)
-    if len(rows) == 0 or (texts and not boxes):
+    if len(rows) == 0 or (texts and not boxes and context not in names):
         return dataset
 
     def examine(row: Mapping[str, Any]) -> dict[str, str | None]:
         sizes = image_sizes_of(row) if boxes else []
         try:
-            if not texts:
-                refuse_special_tokens(special, row["prompt"])
+            refuse_special_tokens(special, [] if texts else row["prompt"], row.get(context))
             refuse_bad_boxes(row, sizes)
         except DataError as error:
             return {REASON: reason_of(error)}
         return {REASON: None}
 
     features, title = Features({REASON: Value("string")}), f"Checking prompts ({split})"
-    reasons = list(map_rows(rows, examine, features, [special, boxes], title)[REASON])
+    reasons = list(map_rows(rows, examine, features, [special, boxes, context], title)[REASON])
     skipped = skipped_rows(split, reasons, places=rows[PLACE] if PLACE in read else None)
     _warn_of_skipped(split, skipped)
     return dataset.select([row for row, reason in enumerate(reasons) if reason is None]) if skipped else dataset

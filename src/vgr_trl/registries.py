@@ -191,20 +191,36 @@ rewards = Registry("reward", "vgr_trl.rewards", "vgr_trl.rewards.loading", Rewar
 datasets = Registry("data set", "vgr_trl.datasets", "vgr_trl.data.convert")
 
 
-def declares(*, needs: Sequence[str] = (), options: type | None = None) -> Callable[[Plugin], Plugin]:
+def declares(
+    *, needs: Sequence[str] = (), options: type | None = None, completion_type: type = list
+) -> Callable[[Plugin], Plugin]:
     """Return a decorator that declares the signals that a plug-in reads, and its options.
 
     Args:
         needs: names of signals, built-in (`attention`, `dependency`, …) or plug-ins; of a loss term, of `TERM_NEEDS`.
             Only what is needed is measured.
         options: a dataclass; users set its fields in `plugin_options` (rewards: in `reward_function_kwargs`).
+        completion_type: of a reward; `str`: it gets completions as strings, as in ms-swift, not as lists of messages.
     """
 
     def mark(plugin: Any) -> Any:
-        plugin.needs, plugin.options = tuple(needs), options
+        plugin.needs, plugin.options, plugin.completion_type = tuple(needs), options, completion_type
         return plugin
 
     return mark
+
+
+def call_plugin(name: str, plugin: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a plug-in that reads signals; name it and its `needs` if it raises what an undeclared signal makes it raise.
+
+    Raises:
+        ConfigError: the plug-in raised an error for which a signal that was not measured may be the reason.
+    """
+    try:
+        return plugin(*arguments, **named)
+    except (AttributeError, KeyError, TypeError) as error:
+        cure = f"it gets only what declares(needs={needed_signals(plugin)}) names: add all that it reads, or correct it"
+        raise ConfigError(f"{name} raised {type(error).__name__} ({error}); {cure}.") from error
 
 
 def short_name(spec: str) -> str:

@@ -69,7 +69,7 @@ class Measurement:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that rewards get beside the columns of the data."""
-        of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if "attention" in self.needed else ()
+        of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if "attention" in self.needed and not self.samples else ()
         answers = (BLIND_ANSWERS,) if "blind" in self.needed else ()
         return (*of_attention, *answers, *(signal.name for signal in self.named if not signal.is_late))
 

@@ -30,6 +30,7 @@ class RunFacts:
         zero_stage: of DeepSpeed; 0 without it.
         fsdp_version: 0 without FSDP.
         compiles: whether accelerate compiles the model.
+        own_loss: whether a subclass or a patch has replaced a method of the loss.
     """
 
     args: DAPOConfig
@@ -46,6 +47,7 @@ class RunFacts:
     zero_stage: int
     fsdp_version: int
     compiles: bool
+    own_loss: bool
 
     @property
     def is_sharded(self) -> bool:
@@ -110,4 +112,13 @@ def read_facts(trainer: ConstructedTrainer) -> RunFacts:
         zero_stage=0 if deepspeed is None else deepspeed.zero_stage,
         fsdp_version=state.fsdp_plugin.fsdp_version if trainer.is_fsdp_enabled else 0,
         compiles=state.dynamo_plugin.backend.value != "NO",
+        own_loss=has_own_loss(trainer),
     )
+
+
+def has_own_loss(trainer: ConstructedTrainer) -> bool:
+    """Whether a subclass or a patch has replaced a method of the loss."""
+    dicts = [vars(trainer), *map(vars, type(trainer).__mro__)]
+    methods = [own[name] for own in dicts for name in ("_compute_loss", "compute_loss", "training_step") if name in own]
+    packages = {getattr(each, "__globals__", {}).get("__name__", "").partition(".")[0] for each in methods}
+    return not packages <= {"transformers", "trl", "vgr_trl"}

@@ -14,12 +14,12 @@ from trl.trainer import grpo_trainer
 
 from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import guard_trackers, print_lines
-from vgr_trl.checkpoints import ResumableTrainer
+from vgr_trl.checkpoints import MovingReference, ResumableTrainer
 from vgr_trl.credit import OF_REWARD, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
-from vgr_trl.errors import RewardError, check_release
+from vgr_trl.errors import ConfigError, RewardError, check_release
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
 from vgr_trl.loss import FullKL, KLControl, TermInputs, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
@@ -55,12 +55,12 @@ from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
 from vgr_trl.registries import loss_terms
-from vgr_trl.reporting.console import LATE_REWARD
+from vgr_trl.reporting.console import LATE_REWARD, evaluation_prefix
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
-from vgr_trl.rewards.answers import completion_text
+from vgr_trl.rewards.answers import ANSWER_TAGS, completion_text, decode_with_tags, excerpt
 from vgr_trl.rewards.functions import WholeGroups
-from vgr_trl.rewards.loading import collect_token_weights, wrap_reward
+from vgr_trl.rewards.loading import collect_token_weights, is_from, wrap_reward
 from vgr_trl.rollout import (
     Rollout,
     describe_row,
@@ -69,7 +69,7 @@ from vgr_trl.rollout import (
     weighted_sums,
 )
 from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
-from vgr_trl.run_facts import RunFacts, read_facts
+from vgr_trl.run_facts import RunFacts, has_own_loss, read_facts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups, warn_of_streak
 from vgr_trl.sharing.context_manager import SharedPasses
@@ -149,6 +149,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     _logs: dict[str, Any]
     further_prompts: Any = None
     _rollout: Rollout | None = None  # the current one; rollouts may be nested
+    _balances: list[float | None] | None = None  # of the completions that are rewarded
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: DAPOConfig | None = None, *rest: Any, **options: Any
@@ -161,6 +162,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self._micro_batch: dict[str, Any] = {}  # inputs of TRL's loss while it runs
         self._pass: TermInputs | None = None  # the pass over them
         self._rewards_with_nan: set[str] = set()
+        self._first_rewards: list[torch.Tensor] = []  # of the first two rollouts
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
         given = patched_attribute(args, "reward_weights", weights)
         with enable_reference_model(args, args, teaches=True), given, naming_unserved_model():
@@ -218,7 +220,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.loss_terms = {name: loss_terms.load(name) for name in args.terms}
         self.term_needs = frozenset(args.term_needs())
         adaptive = self.kl if self.kl.is_adaptive else None
-        parts = (self.replay, self.further_prompts, adaptive, self.critic, self.zero_variance_streak)
+        moving = MovingReference(self.accelerator.unwrap_model(self.ref_model)) if args.sync_ref_model else None
+        parts = (self.replay, self.further_prompts, adaptive, self.critic, self.zero_variance_streak, moving)
         self.resumed = [part for part in parts if part is not None]
 
     def _add_callbacks(self) -> None:
@@ -253,6 +256,17 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Return the last value of each metric that waits to be logged in this mode."""
         return {name: values[-1] for name, values in self._metrics[self.mode].items() if values}
 
+    @property
+    def _mdi_balance_scores_current_batch(self) -> list[float | None]:
+        """Return the MDI balance of each completion of the batch, for rewards that read it off the trainer.
+
+        Raises:
+            RewardError: the attention of these completions is not measured.
+        """
+        if self._balances is None:
+            raise RewardError("Attention is not measured, so there is no balance: set compute_attention_metrics=true.")
+        return self._balances
+
     def _log_metrics(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._metrics[self.mode][name].append(value)
@@ -269,7 +283,13 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     # A step, in its order
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; forget prompts that an interruption has left without their backward pass."""
+        """Train; forget prompts that an interruption has left without their backward pass.
+
+        Raises:
+            ConfigError: a method of the loss was replaced after micro-batches were joined.
+        """
+        if self.rows_per_pass.joined > 1 and self.args.most_rows_per_pass is None and has_own_loss(self):
+            raise ConfigError("The loss was replaced after joining micro-batches: give rows_per_pass off or a number.")
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -317,10 +337,16 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         return ids
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Keep the prompts, and with tools the turns: the policy's own tokens, and returned images."""
+        """Keep the prompts, and with tools the turns: the policy's own tokens, and returned images.
+
+        Completions keep special tokens that are tags of a prompt, or of this library's rewards.
+        """
         if self._rollout is not None:
             self._rollout.messages = prompts
-        with guarded(self) if self.tools else nullcontext():
+        text = str(prompts) + ANSWER_TAGS * any(is_from(reward, "vgr_trl") for reward in self.reward_funcs)
+        decode = partial(decode_with_tags, self._tokenizer, text=text)
+        keeps_tags = patched_attribute(self.processing_class, "batch_decode", lambda ids, **_: decode(ids))
+        with keeps_tags, guarded(self) if self.tools else nullcontext():
             generated = super()._generate(prompts)
         if self._rollout is not None and self.tools:
             self._rollout.turns = collect_turns(self, self._rollout, generated)
@@ -345,8 +371,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                 counts = count_turns(completions, rollout.turns)
                 self._show_columns(counts)
                 columns |= counts
-            # Read by rewards of our users' scripts, through the argument `trainer`.
-            self._mdi_balance_scores_current_batch = columns.get("mdi_balance")
+            self._balances = columns.get("mdi_balance")
             rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]
             with patched_attribute(self, "reward_funcs", self._wrap_rewards(rollout)):
                 rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
@@ -357,6 +382,9 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                 self._log_metrics({f"rewards/{name}/not_applicable": undefined.float().mean().item()})
                 if isinstance(reward, nn.Module) and undefined.any():
                     self._warn_of_nan(name, int(undefined.sum()))
+            if self.model.training and len(self._first_rewards) < 2:
+                self._first_rewards.append(rewards)
+                self._warn_of_constants(completions[0], [name for name in rows[0] if not name.startswith("__")])
             if self.reward_schedule.changes:  # comparable over the change of weights, unlike `reward`
                 late = self._weights_with(self.reward_schedule.regular)
                 self._log_metrics({LATE_REWARD: weighted_sums(rewards, late).nanmean().item()})
@@ -393,7 +421,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if "vgr" in measured:
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
         self._log_metrics(metrics)
-        return {**columns, **measured, **self.kl.penalise(rollout)}
+        # Without readers, attention is for metrics: rewards get as little of it in evaluation as in training.
+        return {**columns, **({} if self.measurement.samples else measured), **self.kl.penalise(rollout)}
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Select groups and apply token credit when training, and record the rollout."""
@@ -531,6 +560,9 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             logs |= self.clock.metrics(self.accelerator, len(times))
         if training:
             self.step_metrics.merge(self._metrics["train"])
+        elif prefix := (evaluation_prefix(logs) or "").removeprefix("eval_"):
+            for name in [*(metrics := self._metrics["eval"])]:
+                metrics[prefix + name] = metrics.pop(name)
         evaluated = not training and self.is_world_process_zero()
         with (
             patched_attribute(self, "_logs", flatten_conversations(self._logs)),
@@ -650,6 +682,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             effect = f"they count as not applicable, as None does (metric rewards/{name}/not_applicable; logged once)"
             cure = "Return None where a reward does not apply"
             logger.warning(f"The reward {name} returned NaN for {count} completions: {effect}. {cure}.")
+
+    def _warn_of_constants(self, completion: Any, columns: list[str]) -> None:
+        """Name the user's rewards that were one number in the first two rollouts, and an example of their inputs."""
+        rewards = torch.cat(self._first_rewards).T
+        for reward, name, values in zip(self.reward_funcs, self.reward_func_names, rewards, strict=True):
+            if len(self._first_rewards) == 2 and values.eq(values[0]).all() and not is_from(reward, "vgr_trl", "trl"):
+                got = f"the completion {excerpt(completion)} and the columns {', '.join(columns)}, among others"
+                logger.warning(f"The reward {name} was always {values[0]:g}: check that it reads {got}.")
 
 
 def _repeat(value: float | None, completions: list[Any], **kwargs: Any) -> list[float | None]:

@@ -8,11 +8,12 @@ from pathlib import Path
 import datasets
 import pytest
 from datasets import load_dataset
+from filelock import FileLock
 from huggingface_hub import constants
 from huggingface_hub.utils import _telemetry
 from support.launching import results_of
 
-from vgr_trl.checkpoints import resolve_checkpoint
+from vgr_trl.checkpoints import LOCK, resolve_checkpoint
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.train import check_output_dir
 from vgr_trl.data.checked_rows import prepare_rows
@@ -32,6 +33,11 @@ def test_a_finished_run_of_trl_and_a_file_are_refused_too(tmp_path):
             check_output_dir(folder, RUN, None)
     with pytest.raises(ConfigError):
         resolve_checkpoint("latest", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for text in ("[1]", "{", "7"):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(ConfigError):
+            check_output_dir(tmp_path, RUN, "latest")
 
 
 @pytest.fixture
@@ -110,6 +116,23 @@ def test_text_alone_trains_on_the_default_rewards(train, tmp_path):
     assert "training 8 rows, evaluation none" in printed
     assert "vgr_reward" not in printed
     assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == {}
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_a_second_run_in_a_folder_changes_nothing_in_it(train, tmp_path, monkeypatch, command):
+    """One of its rows cannot be used, which a run lists in a file."""
+    monkeypatch.setattr("vgr_trl.checkpoints.LOCK_SECONDS", 0)
+    (tmp_path / "out").mkdir()
+    for name in ("run.json", "metrics.json"):
+        (tmp_path / "out" / name).write_text('{"of": "the first run"}')
+    (tmp_path / "text.jsonl").write_text("\n".join(['{"question": "what", "answer": "red"}'] * 8 + ["{}"]))
+    with FileLock(tmp_path / "out" / LOCK):
+        if command == "train":
+            train("--data_files", "text.jsonl", status=1)
+        else:
+            assert main(["demo", "--output_dir", "out", "--steps", "1"]) == 1
+    texts = {path.name: path.read_text() for path in (tmp_path / "out").iterdir() if path.name != LOCK}
+    assert texts == dict.fromkeys(("run.json", "metrics.json"), '{"of": "the first run"}')
 
 
 def test_rows_that_share_an_image_stay_on_one_side(rows):

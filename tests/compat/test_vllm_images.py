@@ -158,6 +158,12 @@ def test_a_server_that_takes_no_images_beside_tokens_is_named(gemma, given, cure
         trainer.vllm_generation.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
 
 
+def test_images_with_another_number_of_completions_train_nothing(gemma):
+    trainer = served(gemma, Server(choices=[]))
+    with pytest.raises(VLLMServerError), patches.answers_of_server(trainer):
+        trainer.vllm_generation.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
+
+
 def test_a_server_that_expands_otherwise_is_refused(gemma):
     trainer = served(gemma, Server(prompt_token_ids=[1, 9, 9, 9]))
     with pytest.raises(ConfigError), patches.answers_of_server(trainer):

@@ -107,6 +107,26 @@ def test_divergence_from_a_teacher_by_hand():
     assert found.item() == pytest.approx(LN2 / 4)
 
 
+@pytest.mark.parametrize("kind", ["full", "forward", "reverse", "jensen_shannon", "all others"])
+def test_a_token_that_both_distributions_forbid_adds_nothing(kind):
+    """Divergence and gradient are those over the tokens that are left."""
+    found = []
+    for forbidden in ([], [-math.inf]):
+        logits = torch.tensor([0.3, -0.2, *forbidden], requires_grad=True)
+        teacher = torch.tensor([1.1, 0.4, *forbidden])
+        if kind == "full":
+            divergence = terms.kl_penalty(logits.view(1, 1, -1), teacher.view(1, 1, -1), kind)
+        elif kind == "all others" and forbidden:
+            logps = torch.cat([teacher[:2].log_softmax(-1), torch.tensor(forbidden)])
+            divergence = terms.teacher_divergence(logits, torch.arange(2), logps)
+        else:
+            name = "jensen_shannon" if kind == "all others" else kind
+            divergence = terms.teacher_divergence(logits, torch.arange(len(teacher)), teacher.log_softmax(-1), name)
+        divergence.sum().backward()
+        found.append([divergence.item(), *logits.grad.tolist()])
+    assert found[1] == pytest.approx([*found[0], 0.0], abs=1e-7)
+
+
 def test_gated_distillation_by_hand():
     """Gaps of ln 2 and -ln 2 at beta 1: gates of 2/3 and 1/3, without a gradient."""
     logps, teacher = leaves([-2 * LN2, -LN2], [-LN2, -2 * LN2])

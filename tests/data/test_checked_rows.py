@@ -237,3 +237,23 @@ def test_an_answer_is_needed_only_where_it_is_read():
     with pytest.raises(DataError):
         read_row({"problem": "Which?"})
     read_row({"problem": "Which?"}, needs_answer=False)
+
+
+@BOTH
+@pytest.mark.parametrize("other", [
+    {"image_path": "blue.png"}, {"images": ["blue.png"], "opts": ["red", "blue"], "answer": 1},
+])  # fmt: skip
+def test_columns_are_checked_in_each_file_before_they_are_joined(pictures, streaming, other):
+    first = {"question": "Which?", "answer": "red", "images": ["red.png"]}
+    jsonl(pictures / "set" / "a.jsonl", [first])
+    jsonl(pictures / "set" / "b.jsonl", [{"question": "Which?", "answer": "blue"} | other])
+    text = jsonl(pictures / "set" / "c.jsonl", [{"question": "How many?", "answer": "2"}])
+    with pytest.raises(DataError, match="b.jsonl"):
+        loaded(dataset_path=str(pictures / "set"), dataset_streaming=streaming)
+    words = ["inspect", str(pictures / "set"), *["--dataset_streaming"] * streaming]
+    with pytest.raises(DataError, match="b.jsonl"):
+        inspect_run(make_parser().parse_args(words))
+    jsonl(pictures / "img.jsonl", [{"question": "Which?", "answer": "red", "img": "red.png"}])
+    files = f"{pictures / 'img.jsonl'}+{text}"  # a file of text alone has not the column that a flag names
+    rows, skipped = loaded(data_files=files, image_key="img", dataset_streaming=streaming, image_dir=str(pictures))
+    assert ([corners(row) for row in rows], skipped) == ([[RED], []], {})

@@ -54,6 +54,7 @@ def test_a_split_gets_a_name_that_is_found_again_beside_others(tmp_path, capsys)
         assert convert(tmp_path, "--dataset_path", tmp_path / "in", "--split", split) == 0
     for split, rows in (("train", 2), ("validation", 3)):
         assert len(load_dataset(str(tmp_path / "out"), split=split, cache_dir=str(tmp_path / "cache"))) == rows
+    assert convert(tmp_path, "--dataset_path", tmp_path / "in", "--subset_size", 0, out="none") == 1
     report = (tmp_path / "out" / "report.txt").read_text(encoding="utf-8")
     assert report.index("train: 2 rows") < report.index("validation: 3 rows")
     other = ("--data_files", tmp_path / "in" / "dev.parquet", "--split", "mine")
@@ -81,7 +82,20 @@ def test_what_the_accuracy_reward_reads_of_completions_is_shown(tmp_path, capsys
         {"completion": "It has 3 dogs.", "solution": ["4", "four"]},
         {"output": "4", "solution": None},
     ]
-    jsonl(tmp_path / "completions.jsonl", rows)
+    jsonl(tmp_path / "completions.jsonl", [*rows, [1], "torn"])
     assert run("score", tmp_path / "completions.jsonl") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:13] for line in lines] == ["0: 1 statemen", "1: 0 line 'It", "2: no reward:", "1 of 3 are ri"]
+    assert [line[:13] for line in lines] == [
+        "0: 1 statemen",
+        "1: 0 line 'It",
+        *(f"{n}: no reward:" for n in (2, 3, 4)),
+        "1 of 5 are ri",
+    ]
+
+
+def test_ctrl_c_ends_a_conversion_in_several_processes(tmp_path):
+    lines = ["import os, signal, time", "def hangs(row):", "    time.sleep(1)"]
+    lines += ["    row['prompt'] == '0' and os.kill(os.getppid(), signal.SIGINT)", "    time.sleep(600)"]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    file = jsonl(tmp_path / "rows.jsonl", [{"prompt": str(number), "answer": "x"} for number in range(4)])
+    assert convert(tmp_path, "--data_files", file, "--workers", 2, source=f"{tmp_path}/mine.py:hangs") == 130

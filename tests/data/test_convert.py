@@ -1,3 +1,9 @@
+import os
+import sys
+import warnings
+from contextlib import suppress
+from itertools import count
+
 import pytest
 from datasets import Dataset
 from support.made_sets import jsonl, picture, rows_in, skipped_in, written
@@ -69,6 +75,36 @@ def test_an_earlier_result_stays_until_a_new_one_is_complete(tmp_path, monkeypat
     written(new, tmp_path)
     assert {row["problem"] for row in rows_in(tmp_path)} == {"How many?"}
     assert sorted(files_in(tmp_path)) == ["report.txt", "skipped.jsonl", "train-00000.parquet", "train-00001.parquet"]
+
+
+def test_a_kill_leaves_the_earlier_result_or_the_new_one(tmp_path, monkeypatch):
+    """Kill a conversion before each renaming and removal in turn; the next conversion cleans up."""
+    monkeypatch.setattr("vgr_trl.data.convert.ROWS_PER_FILE", 20)
+    old, new = [question(n) for n in range(60)], [question(n, problem="How many?") for n in range(50)]
+    folder, seen = tmp_path / "out", set()
+    for last in count():
+        written(old, folder)
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        with warnings.catch_warnings(action="ignore"):  # Python 3.12 warns of a fork beside threads
+            child = os.fork()
+        if child == 0:
+            left = iter(range(last))
+
+            def count_down(event, arguments, left=left):
+                if event in ("os.rename", "os.remove", "os.rmdir") and next(left, None) is None:
+                    os._exit(9)
+
+            sys.addaudithook(count_down)
+            with suppress(Exception):
+                written(new, folder)
+                os._exit(0)
+            os._exit(1)
+        killed = os.waitpid(child, 0)[1] != 0
+        rows = [row["problem"] for row in rows_in(folder)]
+        seen.add((len(rows), *{*rows}))
+        if not killed:
+            break
+    assert seen == {(60, "Which colour?"), (0,), (50, "How many?")}  # none between the two renamings
 
 
 @pytest.mark.parametrize("name", ["mine.jsonl", "sub/train-00000.parquet", "train-00000-of-00001.parquet", None])

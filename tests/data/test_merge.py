@@ -8,6 +8,7 @@ from support.made_sets import encoded, jsonl, picture, rows_in, skipped_in, writ
 from vgr_trl.cli.__main__ import main
 from vgr_trl.data.convert import split_by_image
 from vgr_trl.errors import DataError
+from vgr_trl.rewards.answers import resolve_solution
 
 CHOICES = ["red", "blue", "green"]
 
@@ -98,6 +99,23 @@ def test_both_splits_have_the_same_columns_and_letters_stay_balanced(tmp_path):
     assert loaded["train"].column_names == loaded["test"].column_names
     assert {*loaded["train"].column_names} >= {"images", "regions"}
     assert Counter(row["solution"] for row in loaded["train"]) == dict.fromkeys("ABC", 18)
+
+
+def test_questions_with_several_accepted_answers(tmp_path):
+    """The first of each is right in the letters' turn. Only answers without overlap contradict."""
+    both, rest = ["A", "green"], ["blue"]
+    rows = [{"id": n, "prompt": f"{n}?", "choices": CHOICES, "answer": both if n % 2 else "C"} for n in range(12)]
+    first = jsonl(tmp_path / "a.jsonl", rows)
+    again = [{**rows[1], "answer": "red"}, {**rows[3], "answer": rest}, {**rows[5], "answer": [*rest, "red"]}]
+    second = jsonl(tmp_path / "b.jsonl", [{**row, "id": f"b{row['id']}"} for row in again])
+    assert merged(tmp_path, [str(first), str(second)], "--test_share", "0", "--shuffle_choices") == 0
+    found = {int(row["id"]): row for row in rows_in(tmp_path / "out")}
+    assert found.keys() == {*range(12)} - {3}
+    for number, row in found.items():
+        answer = resolve_solution(row["solution"], row["choices"])
+        right = {each.text for each in (answer, *answer.others)}
+        assert right == ({"red", "green"} if number % 2 else {"green"})
+    assert len({row["choices"].index("red") for row in found.values()}) == 3
 
 
 def test_rows_are_linked_over_others():

@@ -118,16 +118,19 @@ def test_a_reward_of_theirs_reads_the_balance_from_the_trainer(model_folder, que
     rewards.write_text(
         "def balance_reward(completions, **kwargs):\n"
         "    balances = kwargs['trainer']._mdi_balance_scores_current_batch\n"
-        "    assert balances == kwargs['mdi_balance'] and len(balances) == len(completions)\n"
+        "    assert balances == kwargs.get('mdi_balance') and len(balances) == len(completions)\n"
         "    return [2.0 * balance - 1.0 for balance in balances]\n",
         encoding="utf-8",
     )
     flags = f"""train --model_name_or_path {model_folder} --data_files {question_files} --output_dir {tmp_path / "run"}
-        --reward_funcs mdi {rewards}:balance_reward --use_cpu true --bf16 false --max_steps 1 --num_generations 4
-        --max_completion_length 4 --per_device_train_batch_size 8 --report_to none --attention_reward_scale none"""
+        --reward_funcs {rewards}:balance_reward --use_cpu true --bf16 false --max_steps 1 --num_generations 4
+        --max_completion_length 4 --per_device_train_batch_size 8 --report_to none --eval_strategy steps"""
     assert main(flags.split()) == 0
-    logged = rewarded_step(tmp_path / "run")
-    assert logged["rewards/balance_reward/mean"] == pytest.approx(logged["rewards/mdi_reward/mean"], abs=1e-6)
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    for prefix in ("", "eval_"):
+        (logged,) = [entry for entry in history if f"{prefix}reward" in entry]
+        expected = 2 * logged[f"{prefix}attention/late/mdi_balance"] - 1
+        assert logged[f"{prefix}rewards/balance_reward/mean"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_set_is_prepared_by_their_script_and_read(tmp_path, monkeypatch):

@@ -162,6 +162,20 @@ def test_a_rule_that_reads_nothing_but_tokens(vision_trainer, monkeypatch):
     assert logged(trainer, "credit/even_ids/token_fraction") == [pytest.approx(float(shares))]
 
 
+@pytest.mark.parametrize("kind", ["credit_rules", "signals", "loss_terms"])
+def test_a_signal_that_is_not_declared_is_named_as_a_need(vision_trainer, monkeypatch, kind):
+    functions = {
+        "credit_rules": lambda advantages, signals, mask, options: (signals.attention.vision.mean(0), {}),
+        "signals": lambda signals, options: signals.dependency * 2,
+        "loss_terms": lambda passed, options: passed.logps - passed.perturbed_logps,
+    }
+    monkeypatch.setitem(getattr(registries, kind)._own, "mine", functions[kind])
+    further = {"credit_rules": ["mine"]} if kind == "credit_rules" else {kind: ["mine"], "token_weights": True}
+    options = {} if "token_weights" in further else {"compute_attention_metrics": False}
+    with pytest.raises(ConfigError, match="needs"):
+        vision_trainer(max_steps=1, **further, **options).train()
+
+
 def test_a_data_set_is_converted(installed, png, tmp_path):
     rows = jsonl(tmp_path / "riddles.jsonl", [{"riddle": "What?", "answer": "red", "picture": str(png)}])
     out = tmp_path / "out"

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 from support.commands import ROOT, complete_checkpoints, finish, train_command
 from support.launching import children_of, environment, outputs, wait_for_line
-from support.trainers import train_file
+from support.trainers import logged, train_file
 from torch import distributed
 from transformers import TrainerControl
 
@@ -138,6 +138,28 @@ def test_a_signal_to_a_trainer_saves_and_goes_to_the_users_handler(text_trainer,
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("saves", ["steps", "best"])
+def test_a_signal_during_an_evaluation_ends_it_after_its_batch(text_trainer, text_rows, tmp_path, saves):
+    judged = []
+
+    def reward(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 1:
+            judged.append(len(completions))
+        if len(judged) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return [float(len(completion[0]["content"]) % 2) for completion in completions]
+
+    trainer = text_trainer(
+        reward, eval_rows=text_rows, max_steps=3, num_generations_eval=2, eval_strategy="steps", eval_steps=1,
+        save_strategy=saves, save_steps=1, load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer.train()
+    assert (trainer.state.global_step, trainer.termination.stopped, judged) == (1, True, [8])
+    assert logged(trainer, "eval_reward") == []
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["checkpoint-1"]
+    assert "eval_reward" in trainer.evaluate()
 
 
 def test_a_training_that_fails_leaves_signals_as_they_were_and_one_in_a_thread_takes_none(text_trainer):

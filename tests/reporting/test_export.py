@@ -1,9 +1,12 @@
+import os
 from errno import ENOSPC
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 from made_run import completion, make_run
 
+from vgr_trl.cli import evaluate
 from vgr_trl.cli.__main__ import main
 from vgr_trl.errors import DataError, DiskFullError
 from vgr_trl.reporting.notebook import export_run, to_pandas
@@ -41,7 +44,7 @@ def test_a_table_for_spreadsheets_has_no_formula_and_nothing_that_moves_a_termin
 
 def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     run, file = make_run(tmp_path / "run", steps=1), tmp_path / "tokens.csv"
-    file.write_text("before")
+    file.write_text("step,mode,completion,token\n")
     monkeypatch.setattr("vgr_trl.atomic_files.publish", fail_with_full_disk)
     with pytest.raises(DiskFullError):
         export_run(run, file)
@@ -49,8 +52,43 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(DataError):
         export_run(run, file)
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tokens.csv"]
-    assert file.read_text() == "before"
+    assert file.read_text() == "step,mode,completion,token\n"
 
 
-def fail_with_full_disk(path):
+def fail_with_full_disk(*paths):
     raise OSError(ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Run a command that writes a file; the last two write a list of skipped rows, and scores."""
+    run, rows = make_run(tmp_path / "run", steps=1), tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "which colour", "answer": "red"}\n' * 5 + "{}\n")
+    scores = SimpleNamespace(to_dict=lambda records: {"accuracy": 1.0, "mean_at_k": None})
+    monkeypatch.setattr(evaluate, "evaluate_models", lambda data, options: {"model": scores})
+    monkeypatch.setattr(evaluate, "print_scores", lambda results: None)
+    commands = {
+        "page.html": f"report {run} --output",
+        "tokens.csv": f"export {run} --output",
+        "tokens.parquet": f"export {run} --output",
+        "inspect.html": f"data inspect {rows} --page",
+        "skipped.jsonl": f"data inspect {rows} --skipped",
+        "scores.json": "evaluate --model_name_or_path model --output_file",
+    }
+    return lambda name, path: main([*commands[name].split(), str(path)])
+
+
+OUTPUTS = "page.html", "tokens.csv", "tokens.parquet", "inspect.html", "skipped.jsonl", "scores.json"
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_replaces_its_own_kind_and_nothing_else(write, tmp_path, name):
+    path, data = tmp_path / name, tmp_path / f"data-{name}"
+    assert [write(name, path), write(name, path)] == [0, 0]
+    data.write_bytes((tmp_path / "rows.jsonl").read_bytes())
+    (link := tmp_path / f"link-{name}").symlink_to(path)
+    os.mkfifo(pipe := tmp_path / f"pipe-{name}")
+    for other in (data, link, pipe):
+        before = other.lstat()
+        assert write(name, other) == 1
+        assert other.lstat() == before

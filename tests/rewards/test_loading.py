@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from vgr_trl.errors import ConfigError, RewardError
+from vgr_trl.registries import declares
 from vgr_trl.rewards import (
     RewardSchedule,
     accuracy_reward,
@@ -87,6 +88,8 @@ def test_a_reward_that_names_label_idx_gets_it_where_there_are_choices():
         check_callable(mc_idx_reward, ["prompt", "solution"])
     columns = {"completions": ["", "", ""], "choices": [["a", "b"], ["c", "d"], None], "solution": ["B", "c", "7"]}
     assert wrap_reward(mc_idx_reward, "mine", print)(**columns) == [1, 0, -1]
+    unusable = {"completions": ["", ""], "choices": [["a", "b"], ["a", "a"]], "solution": ["c", "A"]}
+    assert wrap_reward(mc_idx_reward, "mine", print)(**unusable) == [-1, -1]  # which the accuracy reward skips
     assert wrap_reward(mc_idx_reward, "mine", print)(**columns, label_idx=[4, 4, 4]) == [4, 4, 4]
 
 
@@ -124,6 +127,21 @@ def test_asynchronous_rewards_stay_so():
     assert asyncio.run(right(completions=["x"] * 2)) == [1.0, 1.0]
     with pytest.raises(RewardError, match=r"^The reward mine returned \['no'\]"):
         asyncio.run(wrong(completions=["x"]))
+
+
+def test_a_reward_of_ms_swift_gets_strings():
+    class Contains:
+        def __call__(self, completions, solution, **kwargs):
+            return [float(right in text) for text, right in zip(completions, solution, strict=True)]
+
+    async def later(completions, solution, **kwargs):
+        return Contains()(completions, solution)
+
+    messages = [[{"role": "assistant", "content": text}] for text in ("It is red.", "No.")]
+    columns = {"completions": messages, "solution": ["red", "red"]}
+    ported, awaited = (wrap_reward(declares(completion_type=str)(each), "mine", print) for each in (Contains(), later))
+    assert ported(**columns) == asyncio.run(awaited(**columns)) == [1.0, 0.0]
+    assert wrap_reward(Contains(), "mine", print)(**columns) == [0.0, 0.0]  # a list of messages contains no text
 
 
 def test_a_reward_that_takes_long_is_reported_and_goes_on(monkeypatch):

@@ -4,7 +4,7 @@ import pandas
 import pytest
 import torch
 from datasets import concatenate_datasets
-from support.trainers import logged
+from support.trainers import letters_reward, logged
 
 from vgr_trl.advantages import estimate_advantages
 from vgr_trl.rewards import accuracy_reward, vgr_reward
@@ -87,6 +87,26 @@ def test_groups_age_while_none_are_added(make):
     assert logged(trainer, "replay/size") == [2, 2, 2, 0]
     assert logged(trainer, "replay/mean_age") == [0, 1, 2, 0]
     assert logged(trainer, "replay/replaced_fraction") == [0, 1, 1, 0]
+
+
+def test_the_fraction_that_is_logged_is_that_of_the_selection(make):
+    """The KL in the rewards differs within a group of equal task rewards, once the policy has moved."""
+
+    def at_first_reward(completions, trainer_state, **kwargs):
+        return [float(trainer_state.global_step > 0 or index % 2) for index in range(len(completions))]
+
+    trainer = make(rewards=at_first_reward, kl_coef=0.1, use_kl_loss=False, max_steps=3, learning_rate=1e-2)
+    trainer.train()
+    assert logged(trainer, "sampling/nonzero_variance_fraction") == [1.0, 0.0, 0.0]
+    assert logged(trainer, "frac_reward_zero_std") == [0.0] * 3
+
+
+def test_a_reward_of_the_user_that_is_constant_is_named_once(make, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("vgr_trl.trainer.logger.warning", warnings.append)
+    make(rewards=[constant_reward, letters_reward, "length"], max_steps=3).train()
+    (warning,) = (warning for warning in warnings if "_reward" in warning or "punishment" in warning)
+    assert "constant_reward" in warning
 
 
 def test_further_prompts_replace_zero_variance_groups(make, tmp_path):

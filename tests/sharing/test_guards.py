@@ -41,6 +41,10 @@ def open_types(model, inputs):
     inputs["token_type_ids"][:, -12:] = 1
 
 
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
 GUARDS = [  # what changes in a model or in its batch, length of completions, how the reason begins
     ("llama", lambda model, _: setattr(model.config, "rope_parameters", DYNAMIC), 12, "rotary embeddings of type dyn"),
     ("llama", stretch_positions, 12, "equal prompts with different position_ids"),
@@ -196,7 +200,7 @@ def test_packed_rows_without_a_mask():
 
 @pytest.mark.parametrize(
     ("around", "duplicate"),
-    [(share_prompts, copy.deepcopy), (ignore_empty_images, lambda model: pickle.loads(pickle.dumps(model)))],
+    [(share_prompts, copy.deepcopy), (share_prompts, pickled), (ignore_empty_images, pickled)],
 )
 def test_a_copy_made_within_the_block(around, duplicate):
     """An average of the weights, say, runs its own weights, in the block and behind it."""

@@ -10,6 +10,7 @@ from support.steps import DAPO, LOSSES, STOCK, assert_same_steps, build_trainer,
 from support.trainers import logged
 
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.errors import ConfigError
 from vgr_trl.passes.micro_batches import RowsPerPass, UpdateMemory
 from vgr_trl.trainer import DAPOTrainer
 
@@ -55,6 +56,38 @@ def test_what_is_joined_and_cut_moves_the_weights_alike(changed, joined, rows, v
     if expected.critic is not None:
         for name, value in expected.critic.named.items():
             torch.testing.assert_close(trainer.critic.named[name], value, rtol=1e-4, atol=1e-7)
+
+
+def with_term(trainer_class, method):
+    """A subclass whose method adds a term to the loss of each micro-batch."""
+
+    def add_term(self, model, inputs, *args, **kwargs):
+        loss = getattr(super(mine, self), method)(model, inputs, *args, **kwargs)
+        return loss + 1e-3 * sum(weight.square().sum() for weight in model.parameters())
+
+    mine = type("Mine", (trainer_class,), {method: add_term})
+    return mine
+
+
+@pytest.mark.parametrize("method", ["_compute_loss", "compute_loss"])
+def test_a_term_of_a_subclass_is_added_as_often_as_in_trl(method, vision, image_rows, tmp_path):
+    settings = options(tmp_path, **SMALL, epsilon_high=0.28)
+    stock, ours = (
+        trained((with_term(trainer_class, method), config), *vision, image_rows, settings)
+        for trainer_class, config in (STOCK, DAPO)
+    )
+    assert_same_steps(vision[0], ours, stock)
+    asked = settings | {"rows_per_pass": 4}
+    joined = build_trainer((with_term(DAPOTrainer, method), DAPOConfig), *vision, image_rows, asked)
+    assert joined.rows_per_pass.joined == 4
+
+
+def test_a_loss_that_is_replaced_after_micro_batches_were_joined_is_refused(vision, image_rows, tmp_path):
+    trainer = build_trainer(DAPO, *vision, image_rows, options(tmp_path, **SMALL))
+    plain = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: 2 * plain(model, inputs)
+    with pytest.raises(ConfigError):
+        trainer.train()
 
 
 def test_the_options_of_the_user_stay_for_another_trainer(vision, image_rows, tmp_path):

@@ -70,7 +70,7 @@ def written(rows: list[dict[str, Any]], folder: Path, columns: tuple[str, ...] =
     with prepare_folder(folder, []) as working:
         made = convert_rows(table, Rules(CONVERTERS["jsonl"], "made"), names, working, workers=0)
         usable = [place for place, reason in enumerate(made["__reason__"]) if reason is None]
-        return write_rows(made, {"train": usable}, names, Path(working))
+        return write_rows(made, {"train": usable}, names, Path(working), folder)
 
 
 def features_of(rows: list[dict[str, Any]]) -> Features:

@@ -104,6 +104,8 @@ def test_a_term_of_ones_own_gets_hidden_states_and_both_images_and_its_gradient_
         "    passed.log('apart', passed.logps)\n"
         "    return options.weight * (passed.logps - passed.perturbed_logps).square()\n"
         "def wrong(passed, options):\n    return passed.logps.sum()\n"
+        "def detached(passed, options):\n    return -passed.logps.detach()\n"
+        "def nothing(passed, options):\n    return passed.mask.new_zeros(passed.mask.shape).float()\n"
     )
     options = {"loss_terms": [f"{tmp_path}/mine.py:squares"], "plugin_options": {"weight": 0.5}}
     trainer = make(**options)
@@ -117,6 +119,8 @@ def test_a_term_of_ones_own_gets_hidden_states_and_both_images_and_its_gradient_
     assert torch.allclose(logps.grad[mask], expected, atol=1e-8)
     assert torch.allclose(perturbed.grad[mask], -expected, atol=1e-8)
     assert trainer._metrics["train"]["apart"][-1] == pytest.approx(logps[mask].mean().item(), rel=1e-5)
-    trainer = make(loss_terms=[f"{tmp_path}/mine.py:wrong"])
-    with pytest.raises(DataError):
-        trainer.train()
+    for name in ("wrong", "detached"):
+        trainer = make(loss_terms=[f"{tmp_path}/mine.py:{name}"])
+        with pytest.raises(DataError):
+            trainer.train()
+    make(loss_terms=[f"{tmp_path}/mine.py:nothing"], max_steps=1).train()

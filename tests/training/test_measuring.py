@@ -8,7 +8,7 @@ import yaml
 from peft import LoraConfig
 from support.trainers import tiny_model
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.reporting.records import read_run
 
 PASSES = yaml.safe_load(Path(__file__).with_name("measuring.yaml").read_text(encoding="utf-8"))
@@ -30,7 +30,7 @@ def test_curves_and_records_of_a_sample_are_those_of_its_rows(make, tmp_path):
     tables, logs, records = [], [], []
     for rows in ("all", "auto"):
         options = {"attention_rows": rows, "output_dir": tmp_path / rows, "rollout_log_samples": 2}
-        trainer = make(max_steps=1, temperature=1.0, **options)
+        trainer = make("accuracy", max_steps=1, temperature=1.0, **options)
         trainer.train()
         tables.append(list(trainer._logs["extra"]["vgr"]))
         logs.append(next(entry for entry in trainer.state.log_history if "attention/late/vgr" in entry))
@@ -58,6 +58,33 @@ def test_signals_of_generation_are_those_of_a_scoring_pass(make):
         assert len(compared) > 5
         expected = {name: scored[name] for name in compared}
         assert {name: generated[name] for name in compared} == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_rewards_get_the_same_columns_in_training_and_evaluation(make):
+    """Attention that only metrics read is measured for a sample of a training rollout, and for no reward."""
+
+    names = []
+
+    def known(completions, **columns):
+        names.append(columns.keys())
+        return [0.0] * len(completions)
+
+    known.__module__ = "trl.rewards"  # whose rewards read no attention
+    trainer = make(known, eval_rows=make.func.rows.select(range(2)), max_steps=1)
+    trainer.train()
+    assert trainer.evaluate()["eval_attention/late/vgr"] > 0
+    assert names[0] == names[1]
+    assert "vgr" not in names[0]
+
+
+@pytest.mark.parametrize("reads", [False, None])
+def test_an_unmeasured_balance_is_no_value(make, reads):
+    def balance(completions, **columns):
+        return columns["trainer"]._mdi_balance_scores_current_batch
+
+    rows = make.func.rows if reads is False else make.func.rows.remove_columns("image")
+    with pytest.raises(RewardError, match="compute_attention_metrics"):
+        make(balance, rows=rows, compute_attention_metrics=reads, max_steps=1).train()
 
 
 def test_the_policy_is_measured_and_not_its_reference(make):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.utils import logging
 
-from vgr_trl.errors import NotFiniteError
+from vgr_trl.errors import EvaluationStopped, NotFiniteError
 from vgr_trl.metrics.step_metrics import StepMetrics
 
 logger = logging.get_logger(__name__)
@@ -23,6 +23,8 @@ SECONDS_OF_ONE_REQUEST = 10
 
 class SaveOnTermination(TrainerCallback):
     """Saves a checkpoint and stops training at the end of the step in which any process got SIGTERM.
+
+    An evaluation is given up after its present batch.
 
     A second signal ends the process at once, unless it comes within seconds: a scheduler signals all processes, and a
     launcher among them signals its own processes once more. Works in the main thread only, where Python handles
@@ -50,18 +52,29 @@ class SaveOnTermination(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Listen for SIGTERM."""
         self.restore_handler()  # transformers may begin again with a smaller batch, without an end before
-        self.stopped, self._asked_at = False, None
+        self.stopped = False
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save and stop if any process got the signal."""
-        asked = torch.tensor([self._asked_at is not None], device=self._accelerator.device)
-        if self._accelerator.gather(asked).any():
+        """Save and stop, without an evaluation, if any process got the signal."""
+        if self._is_asked():
             self.stopped = control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """End an evaluation, save and stop if any process got the signal."""
+        if self._is_asked():
+            self.on_step_end(args, state, control)
+            raise EvaluationStopped
+
+    def _is_asked(self) -> bool:
+        asked = torch.tensor([self._asked_at is not None], device=self._accelerator.device)
+        return bool(self._accelerator.gather(asked).any())
 
     def restore_handler(self) -> None:
-        """Restore the handler of SIGTERM that was installed before the training."""
+        """Restore the handler of SIGTERM that was installed before the training, and forget the signal."""
+        self._asked_at = None
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, self._before)
 

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from vgr_trl.errors import ConfigError, error_text
 from vgr_trl.patching import patched_attribute
-from vgr_trl.reporting.console import evaluation_line, step_line
+from vgr_trl.reporting.console import evaluation_line, evaluation_prefix, step_line
 
 logger = logging.get_logger(__name__)
 
@@ -136,8 +136,8 @@ class StepLines(PrinterCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print a line on the main process."""
         line = None
-        if logs and "eval_reward" in logs:
-            line = evaluation_line(state.global_step, logs)
+        if logs and (prefix := evaluation_prefix(logs)):
+            line = evaluation_line(state.global_step, logs, prefix)
         elif logs and "loss" in logs:
             self._times.append((state.global_step, time.monotonic()))
             (first, started), (last, now) = self._times[0], self._times[-1]

@@ -12,6 +12,7 @@ import warnings
 import webbrowser
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from errno import ENAMETOOLONG
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -53,16 +54,18 @@ def demo(argv: Sequence[str]) -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device (default cpu)")
     flags = parser.parse_args(argv)
     _announce_command("demo")
+    from vgr_trl.checkpoints import lock_folder
     from vgr_trl.cli.arguments import keep_offline
     from vgr_trl.cli.train import check_output_dir, write_identity
     from vgr_trl.demo.demo import run_demo
 
     identity = {"command": "demo", "system_prompt": None}
-    check_output_dir(flags.output_dir, identity, None, may_repeat=True)
-    write_identity(flags.output_dir, identity)
     keep_offline()
     options = Options(seed=flags.seed, steps=flags.steps, threads=flags.threads, device=flags.device)
-    return 0 if run_demo(options, flags.output_dir) else 1
+    with lock_folder(flags.output_dir):
+        check_output_dir(flags.output_dir, identity, None, may_repeat=True)
+        write_identity(flags.output_dir, identity)
+        return 0 if run_demo(options, flags.output_dir) else 1
 
 
 def quickstart(argv: Sequence[str]) -> int:
@@ -151,8 +154,8 @@ def report(argv: Sequence[str]) -> int:
     parser.add_argument("--max_megabytes", type=float, default=9.5, help="maximum size, 1 to 100 (default 9.5)")
     parser.add_argument("--live", type=float, metavar="SECONDS", help="rewrite the page at this interval until Ctrl-C")
     flags = parser.parse_args(argv)
-    if flags.live is not None and not flags.live >= 1:
-        raise ConfigError(f"live is {flags.live}: give an interval of at least 1 second.")
+    if flags.live is not None and not 1 <= flags.live <= 86400:
+        raise ConfigError(f"live is {flags.live}: give an interval of 1 to 86400 seconds.")
     first = flags.runs[0].parent if flags.runs[0].is_file() else flags.runs[0]
     output = flags.output or first / "report.html"
     write = partial(write_report, flags.runs, output, max_megabytes=flags.max_megabytes, names=flags.names)
@@ -315,7 +318,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             with naming_full_disk("files"), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=DEPRECATION_PATTERN, category=FutureWarning)
                 return COMMANDS[name](rest)
-    except VGRError as error:
+    except (VGRError, OSError) as error:
+        if not isinstance(error, VGRError) and error.errno != ENAMETOOLONG:
+            raise
         named = [option for option in keys if "_" in option and re.search(rf"(?<!\w){option}(?!\w)", str(error))]
         origins = "".join(f" Your file sets {option} by {keys[option]}." for option in named)
         print(f"vgr-trl {name}: {error}{origins}", file=sys.stderr)

@@ -31,7 +31,7 @@ from vgr_trl.data.checked_rows import SHARED, SkippedRow, prepare_rows, shared_f
 from vgr_trl.data.images import ImageLimits, downloaded
 from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, refuse_single_image_models, special_tokens
-from vgr_trl.data.read_row import keys_of
+from vgr_trl.data.read_row import keys_of, require_columns
 from vgr_trl.errors import ConfigError, VGRError, error_text, naming_torchvision
 from vgr_trl.options import check_options, check_value, option, read_mapping
 from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe, read_options
@@ -266,10 +266,11 @@ def load_rows(
         ConfigError, DataError: an option or the data cannot be used.
     """
     streaming, with_folders = arguments.dataset_streaming, arguments.image_dir is None
-    dataset = load_split(split, streaming=streaming, with_folders=with_folders, **arguments.source())
+    keys = keys_of(**vars(arguments))
+    check = partial(require_columns, needs_solution=rules.get("needs_solution", True), keys=keys, is_part=True)
+    dataset = load_split(split, streaming=streaming, with_folders=with_folders, check=check, **arguments.source())
     if limit is not None:
         dataset = dataset.take(limit if streaming else min(limit, len(dataset)))
-    keys = keys_of(**vars(arguments))
     with readable(source_name(arguments), "the data"):  # a stream raises read errors only here
         if processor is not None and set(keys["video"]) & set(dataset.column_names or ()):
             refuse_single_image_models(processor())

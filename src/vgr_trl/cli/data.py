@@ -41,9 +41,10 @@ from vgr_trl.data.images import MAX_SHORT_SIDE, downloaded
 from vgr_trl.data.inspect import Findings, inspect_rows, page, to_one_line
 from vgr_trl.data.load import MEANT, load_path, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import PromptLengths
-from vgr_trl.data.read_row import FLAGS, keys_of
+from vgr_trl.data.read_row import FLAGS, keys_of, require_columns
 from vgr_trl.demo.tiny_model import build_processor
-from vgr_trl.errors import ConfigError, DataError, RewardError
+from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.reporting.records import refuse_unwritable
 from vgr_trl.rewards.answers import LETTERS, completion_text, is_right, resolve_solution, stated_answer
 
 SOURCE = ("dataset_name", "dataset_config", "dataset_path")
@@ -141,6 +142,8 @@ def convert_run(flags: argparse.Namespace) -> None:
 
     rows: Any = load_split(asked, **source) if converter.join is None else converter.join(load)
     root, keys, limits = image_root(data, asked, rows), keys_of(**vars(flags)), data.image_limits()
+    if flags.subset_size is not None and flags.subset_size < 1:
+        raise ConfigError(f"subset_size is {flags.subset_size}: give at least 1, or leave the flag out.")
     ids = read_ids(flags.question_id_file) if flags.question_id_file else None
     rules = Rules(converter, source_name(data), keys, root, limits, ids, flags.subset_size)
     columns = columns_of([(rows, rules)], converter.several_images)
@@ -174,7 +177,7 @@ def _write(
 ) -> None:
     if flags.shuffle_choices:
         rows = shuffle_choices(rows, sides.values(), flags.seed)
-    text = write_rows(rows, sides, columns, working)
+    text = write_rows(rows, sides, columns, working, flags.output_dir)
     left_out = len(rows) - sum(map(len, sides.values()))
     print(f"{text}\nRows are in {flags.output_dir}; {left_out:,} skipped are listed in {flags.output_dir / SKIPPED}.")
     if flags.page:
@@ -185,23 +188,26 @@ def _write(
 def inspect_run(flags: argparse.Namespace) -> Findings:
     """Inspect a set, print the report, write page and list of skipped rows, and return the findings."""
     data, path = _data_arguments(flags), Path(flags.path).absolute()
-    for output in (flags.page, flags.skipped):
-        if output and (not output.parent.is_dir() or output.resolve() == path.resolve()):
-            raise ConfigError(f"{output} cannot be written: give a new file in an existing folder.")
+    for option, output, mark in (("page", flags.page, b'"vgr-trl'), ("skipped", flags.skipped, b'{"split": ')):
+        if output:
+            refuse_unwritable(output, option, mark=mark)
     processor = build_processor([]) if flags.tiny else None
     if flags.model:
         processor = load_processor(flags.model, flags.model_revision, flags.trust_remote_code)
     root = path.parent if path.is_file() else path if path.is_dir() else downloaded()
-    split, loads = load_path(flags.path, flags.split, config=data.dataset_config, streaming=data.dataset_streaming)
+    keys = keys_of(**vars(data))
+    check = partial(require_columns, needs_solution=not flags.no_solution, keys=keys, is_part=True)
+    streaming, config = data.dataset_streaming, data.dataset_config
+    split, loads = load_path(flags.path, flags.split, config=config, streaming=streaming, check=check)
     lengths = None if processor is None else PromptLengths(processor)
-    others = [name for name in loads if name != split and not data.dataset_streaming and flags.max_rows is None]
+    others = [name for name in loads if name != split and not streaming and flags.max_rows is None]
     with readable(flags.path, "the path", only_reads=True):
         rows = loads[split]()
         if flags.max_rows is not None:
             rows = rows.take(min(flags.max_rows, len(rows)) if isinstance(rows, Dataset) else flags.max_rows)
         root = image_root(data, split, rows) if data.image_dir else root
         options = RowOptions(needs_solution=not flags.no_solution, **row_rules(data, root, processor))
-        inspect = partial(inspect_rows, options=options, keys=keys_of(**vars(data)), hashes=bool(others))
+        inspect = partial(inspect_rows, options=options, keys=keys, hashes=bool(others))
         drawing = {"samples": flags.samples, "seed": flags.seed, "limit": flags.max_prompt_length}
         findings = inspect(rows, split=split, lengths=lengths, **drawing)
         for name in others:
@@ -210,7 +216,7 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
                 findings.text += f"\n{shared:,} rows of {split} have an image that is also in {name}."
     if flags.skipped:
         lines = [json.dumps(asdict(row), default=str) + "\n" for row in findings.skipped]
-        flags.skipped.write_text("".join(lines), encoding="utf-8")
+        write_atomic(flags.skipped, "".join(lines).encode())
     print(findings.text + "\n")
     if processor is None:
         print("Prompt lengths not measured; pass --model.")
@@ -226,11 +232,11 @@ def score_run(flags: argparse.Namespace) -> None:
     """Print for each completion its accuracy reward, the rule and words of its answer or why it has none."""
     counts = Counter[str]()
     for number, line in enumerate(islice(flags.path.read_text("utf-8").splitlines(), flags.limit)):
-        row = json.loads(line)
         try:
+            row = dict(json.loads(line))
             text = completion_text(row["output"] if "output" in row else row.get("completion"))
             gold = resolve_solution(row.get("solution"), row.get("choices"))
-        except RewardError as error:
+        except (TypeError, ValueError) as error:  # of a line that is no object, or an answer that cannot be read
             counts["no reward"] += 1
             print(to_one_line(f"{number}: no reward: {error}"))
             continue

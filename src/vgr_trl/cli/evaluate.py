@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if options.save_completions and output is None:
         raise ConfigError("save_completions needs a file: give --output_file FILE.")
     if output is not None:
-        refuse_unwritable(output, "output_file")  # before the evaluation, not after it
+        refuse_unwritable(output, "output_file", mark=b'"mean_at_k": ')  # before the evaluation, not after it
     results = evaluate_models(data, options)
     print_scores(results)
     if output is not None:

@@ -31,6 +31,7 @@ from vgr_trl.checkpoints import (
     how_to_go_on,
     lacks_final_model_only,
     load_trained,
+    lock_folder,
     refuse_finished,
     resolve_checkpoint,
     resume_mode,
@@ -56,10 +57,10 @@ from vgr_trl.data.convert import train_test_split
 from vgr_trl.data.load import MEANT, parse_data_files, readable
 from vgr_trl.data.prompts import PromptTemplate
 from vgr_trl.data.read_row import FLAGS
-from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitError
+from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitError, error_text
 from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
-from vgr_trl.prepare import reads_boxes
+from vgr_trl.prepare import read_context, reads_boxes
 from vgr_trl.reporting.console import format_duration, print_record, progress_lines
 from vgr_trl.reporting.recorded_rows import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import read_run, refuse_unwritable
@@ -92,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
             dry_run(config, source_name(data), build, how)
         return 0
     identity = run_identity(data, rewards, config, model) | {"recipe": how.recipe}
-    return EXIT_STATUS if train(data, config, identity, build, how.verbose).termination.stopped else 0
+    with lock_folder(Path(config.output_dir or "trainer_output")):  # before anything is written
+        return EXIT_STATUS if train(data, config, identity, build, how.verbose).termination.stopped else 0
 
 
 def train(
@@ -187,6 +189,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
         on_skipped=lambda row: report_skipped([row] if is_main else [], skipped_file, "a"),
         processor=processor,
         boxes=reads_boxes(config, reward_funcs),
+        context=read_context(config),
         full_images="sharper" in config.row_views.values(),
     )
     order = config.seed if config.shuffle_dataset else None
@@ -250,8 +253,8 @@ def attention_scale_warning(functions: list[Any], config: DAPOConfig) -> str | N
     """Return a warning if a VGR reward that counts is not scaled by the spread of accuracy in its group."""
     ones = [1.0] * len(functions)
     weights = zip(config.reward_weights or ones, config.early_reward_weights or ones, functions, strict=False)
-    counted = {function for late, early, function in weights if late or (config.early_reward_weights and early)}
-    if config.attention_reward_scale == "accuracy" or not counted & {vgr_reward, vgr_hard_negative_reward}:
+    counted = {id(reward) for late, early, reward in weights if late or (config.early_reward_weights and early)}
+    if config.attention_reward_scale == "accuracy" or not counted & {*map(id, (vgr_reward, vgr_hard_negative_reward))}:
         return None
     found = "on the demo, a VGR reward then lowered accuracy from 0.69 to 0.26"
     return f"attention_reward_scale is none: {found}. --attention_reward_scale accuracy scales it."
@@ -319,7 +322,10 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
     """
     refuse_unwritable(output_dir, "output_dir", is_folder=True)
     file = output_dir / RUN_FILE
-    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() and (resume or may_repeat) else {}
+    try:
+        before = dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() and (resume or may_repeat) else {}
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file} is no object of JSON ({error_text(error)}): choose another output_dir.") from error
     if resume is None and before != identity:
         # A run that failed before its first checkpoint leaves nothing to lose.
         present = [path.name for name in (*TRACES, "checkpoint-*") for path in sorted(output_dir.glob(name))]
@@ -334,7 +340,6 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
 
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
     """Write `run.json`, from which a later start recognises the run in the folder."""
-    output_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())
 
 
@@ -420,7 +425,7 @@ def describe_run(
         ("data", f"{source}: {data}"),
         ("recipe", recipe),
         ("rewards", _format_rewards(trainer)),
-        ("options", _format_options(args, PLAN_OPTIONS)),
+        ("options", _format_options(args, [*PLAN_OPTIONS, *["metric_for_best_model"] * args.load_best_model_at_end])),
         ("tools", ", ".join(tool.__name__ for tool in trainer.tools)),
         ("changed", _format_options(args, switched_on)),
         ("passes", verbose and str(trainer.features)),

@@ -42,6 +42,7 @@ from vgr_trl.data.images import (
     refuse_bad_boxes,
     videos_of,
 )
+from vgr_trl.data.load import lift_nested
 from vgr_trl.data.prompts import SIZES, SYSTEM_PROMPT, PromptLengths, PromptTemplate, placed, refuse_special_tokens
 from vgr_trl.data.read_row import (
     DIALOGUES,
@@ -89,6 +90,7 @@ class RowOptions:
         special: finds the special tokens of the model's tokenizer, which no text of a row may hold.
         images: limits to which images are resized.
         boxes: whether the run reads boxes, so that rows with one image and a bad box are skipped.
+        context: column with a text for a teacher, so that rows with a bad one are skipped; "": no teacher reads one.
         decodes: whether to decode every image during the check, to find damage that headers do not show.
         full_images: whether rows also get their images without the limits, in the column `full_images`.
     """
@@ -101,6 +103,7 @@ class RowOptions:
     special: re.Pattern[str] | None = None
     images: ImageLimits = field(default_factory=ImageLimits)
     boxes: bool = False
+    context: str = ""
     decodes: bool = False
     full_images: bool = False
 
@@ -121,7 +124,7 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
     try:
         question = read_row(row, needs_answer=options.needs_solution)
         prompt = placed(question.conversation(options.system_prompt))
-        refuse_special_tokens(options.special, question.conversation(None))
+        refuse_special_tokens(options.special, question.conversation(None), row.get(options.context))
         if options.decodes:
             sizes = [image.size for image in decoded_images(row, options)]
         else:
@@ -229,6 +232,9 @@ def _prepare_stream(
     reported = set[Any]()
 
     def prepare(row: Mapping[str, Any]) -> dict[str, Any]:
+        lifted = lift_nested(row)
+        if all(isinstance(image, PIL.Image.Image) for image in lifted.get("images", ())):  # files are not to be named
+            row = {**row, **lifted}
         try:
             return {**ready_row(row, rules, column), PLACE: row[PLACE], REASON: None}
         except DataError as error:
@@ -606,7 +612,6 @@ def _keep(table: pyarrow.Table, path: Path) -> None:
         writer.write_table(table)
     content = sink.getvalue().to_pybytes()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content + xxh3_128_digest(content))
     except OSError as error:
         hint = "the next start checks the rows again. Free space there, or set HF_DATASETS_CACHE to another folder"

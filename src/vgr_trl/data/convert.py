@@ -5,13 +5,16 @@ import io
 import json
 import os
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from glob import escape
 from itertools import combinations
 from pathlib import Path
 from random import Random
+from shutil import ignore_patterns
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
@@ -187,16 +190,23 @@ def shuffle_choices(rows: Dataset, sides: Iterable[Sequence[int]], seed: int) ->
         for row in side:
             if options[row] and not stays_in_order(problems[row], options[row]):
                 others, waiting = list(options[row]), places[len(options[row])]
-                right = others.pop(LETTERS.index(solutions[row]))
+                right = others.pop(_right_options(solutions[row], others)[0])
                 random.shuffle(others)
                 if not waiting:
                     waiting.extend(range(len(options[row])))
                     random.shuffle(waiting)
                 place = waiting.pop()
-                options[row], solutions[row] = [*others[:place], right, *others[place:]], LETTERS[place]
+                options[row] = [*others[:place], right, *others[place:]]
+                solutions[row] = LETTERS[place] if solutions[row] in LETTERS else solutions[row]  # a list has texts
     for name, values in {"choices": options, "solution": solutions}.items():
         rows = rows.remove_columns(name).add_column(name, values, feature=rows.features[name])
     return rows
+
+
+def _right_options(solution: str, choices: Sequence[str]) -> list[int]:
+    """Return the numbers of the options that a converted row accepts, of which a letter is one and a list several."""
+    right = resolve_solution(solution, choices)
+    return [int(answer.index or 0) for answer in (right, *right.others) if choices]
 
 
 def stays_in_order(problem: str, choices: Iterable[str]) -> bool:
@@ -275,7 +285,11 @@ def convert_rows(rows: Dataset, rules: Rules, columns: Sequence[str], folder: st
     given = {"rows": undecoded(rows), "rules": rules, "columns": tuple(features), "places": places}
     options = {"cache_dir": str(folder), "fingerprint": rows._fingerprint, "num_proc": workers or None}
     with readable(rules.file, "the source"):
-        return cast("Dataset", Dataset.from_generator(_convert, features, gen_kwargs=given, **options))
+        try:
+            return cast("Dataset", Dataset.from_generator(_convert, features, gen_kwargs=given, **options))
+        except Exception as error:  # `datasets` hides Ctrl-C behind the time-out of its workers
+            hidden = error.__context__
+            raise (hidden if isinstance(hidden, KeyboardInterrupt) else error) from error.__cause__
 
 
 def _convert(places: Sequence[int], rows: Dataset, rules: Rules, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -323,7 +337,7 @@ def to_schema(row: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
     solution = right.text if right.index is None else LETTERS[right.index]
     if right.others:
         solution = json.dumps([each.text for each in (right, *right.others)], ensure_ascii=False)
-    elif right.index is not None:
+    if right.index is not None:
         resolve_solution(solution, right.choices or None)  # beside the options, its letter may be ambiguous
     return {
         "source": row["source"] if isinstance(row.get("source"), str) else Path(rules.file).stem,
@@ -372,38 +386,57 @@ def encode_image(value: Any, root: Path, limits: ImageLimits) -> tuple[bytes, Im
 
 
 def prepare_folder(folder: Path, read: Sequence[str | None]) -> TemporaryDirectory[str]:
-    """Return a new temporary folder in the output folder of a command that reads the folders `read`.
+    """Return a new temporary folder beside the output folder of a command that reads the folders `read`.
+
+    First remove what killed commands have left beside it, and restore an output that was about to be replaced.
 
     Raises:
-        ConfigError: `folder` lies in one of them, or holds rows that neither `convert` nor `merge` has written.
+        ConfigError: `folder` cannot be renamed, lies in one of them, or holds rows of another origin.
     """
+    folder = folder.resolve()
+    if folder.is_mount() or Path.cwd().is_relative_to(folder):
+        raise ConfigError(f"output_dir {folder} is a mount point or the working folder: choose a folder within it.")
     for source in read:
-        if source and Path(source).is_dir() and folder.resolve().is_relative_to(Path(source).resolve()):
+        if source and Path(source).is_dir() and folder.is_relative_to(Path(source).resolve()):
             raise ConfigError(f"output_dir {folder} is in {source}, which is read: choose another folder.")
+    prefix, old = f".{folder.name}.unfinished-", _replaced(folder)
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    for path in (old, *folder.parent.glob(f"{escape(prefix)}*")):
+        if path == old or not Path("/proc", path.name.split("-")[-2]).exists():  # its process has ended
+            shutil.rmtree(path, ignore_errors=True)
     for file in row_files(folder):
         is_named_so = re.fullmatch(r"\w+-\d{5}\.parquet", str(file.relative_to(folder)))
         if not is_named_so or not (folder / REPORT).exists():
             raise ConfigError(f"{folder} holds {file.name}, which this command did not write: choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    return TemporaryDirectory(prefix=".unfinished-", dir=folder)
+    return TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=folder.parent)
 
 
-def write_rows(rows: Dataset, sides: Mapping[str, Sequence[int]], columns: list[str], working: Path) -> str:
+def _replaced(folder: Path) -> Path:
+    """Return the name of an output folder while a new one takes its place."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def write_rows(rows: Dataset, sides: Mapping[str, list[int]], columns: list[str], working: Path, folder: Path) -> str:
     """Write the rows of each split in place of an earlier result, and return the report.
 
     Args:
         rows: converted rows.
         sides: split → numbers of its rows.
         columns: of the written rows.
-        working: folder for unfinished files, which are moved to its parent when all are complete.
+        working: folder for unfinished files.
+        folder: output folder, which a copy with the new files replaces when all are complete.
 
     Raises:
         DataError: no row is usable.
     """
     about = rows.select_columns(["source", "solution", "choices", SIZES, REASON, "file", ROW])
-    left_out, folder = [row for row in about if row[REASON] is not None], working.parent
+    folder, made = folder.resolve(), working / "made"
+    left_out = [row for row in about if row[REASON] is not None]
+    shutil.copytree(folder, made, symlinks=True, ignore=ignore_patterns(*(f"{split}-*.parquet" for split in sides)))
     mode = "a" if any(file.name.split("-")[0] not in sides for file in row_files(folder)) else "w"
-    with (folder / SKIPPED).open(mode, encoding="utf-8") as log:
+    with ((made if any(sides.values()) else folder) / SKIPPED).open(mode, encoding="utf-8") as log:
         for row in left_out:
             log.write(json.dumps({"file": row["file"], "row": row[ROW], "reason": row[REASON]}) + "\n")
     if not any(sides.values()):
@@ -415,14 +448,13 @@ def write_rows(rows: Dataset, sides: Mapping[str, Sequence[int]], columns: list[
     for split, side in sides.items():
         for number, start in enumerate(range(0, len(side), ROWS_PER_FILE)):
             part = rows.select(side[start : start + ROWS_PER_FILE]).select_columns(columns)
-            path = working / f"{split}-{number:05d}.parquet"
+            path = made / f"{split}-{number:05d}.parquet"
             part.to_parquet(path, batch_size=ROW_GROUP_ROWS, write_page_checksum=True)  # verified when it is loaded
-    with (folder / REPORT).open(mode, encoding="utf-8") as file:
+    with (made / REPORT).open(mode, encoding="utf-8") as file:
         file.write(text)
-    for path in (path for split in sides for path in folder.glob(f"{split}-*.parquet")):
-        path.unlink()
-    for path in working.glob("*.parquet"):
-        path.replace(folder / path.name)
+    folder.rename(_replaced(folder))
+    made.rename(folder)
+    shutil.rmtree(_replaced(folder))
     return text
 
 
@@ -449,16 +481,17 @@ def merge(rows: Dataset, test_share: float, seed: int) -> tuple[Dataset, dict[st
     if not 0 <= test_share < 1:
         raise ConfigError(f"test_share is {test_share}: give a number in [0, 1); 0: no split.")
     reasons, images = list(rows[REASON]), dict[int, list[str]]()
-    alike = defaultdict[Any, list[tuple[int, str, list[str]]]](list)  # number, right answer and options
+    alike = defaultdict[Any, list[tuple[int, set[str], list[str]]]](list)  # number, right answers and options
     for number, row in enumerate(rows.select_columns(["problem", "solution", "choices", DIGESTS])):
         if reasons[number] is None:
             choices, problem = [normalise(choice) for choice in row["choices"] or ()], normalise(row["problem"])
-            right = choices[LETTERS.index(row["solution"])] if choices else normalise(row["solution"])
+            right = {choices[place] for place in _right_options(row["solution"], row["choices"])}
+            right = right or {normalise(row["solution"])}
             images[number] = row[DIGESTS] or [problem]
             alike[(*images[number], problem)].append((number, right, choices))
     for same in alike.values():
         contradicts = any(
-            answer != other and ((answer in others and other in choices) or (not choices and not others))
+            answer.isdisjoint(other) and ((answer <= {*others} and other <= {*choices}) or not (choices or others))
             for (_, answer, choices), (_, other, others) in combinations(same, 2)  # both could have been chosen
         )
         for number, *_ in same if contradicts else same[1:]:

@@ -123,7 +123,8 @@ def read_image(value: Any, root: Path = Path()) -> Image.Image:
     """Return a fully decoded image of any mode, turned as its EXIF data say.
 
     Args:
-        value: an image, a path, base64 text, or a dict with `bytes` or `path`, as `datasets` stores undecoded images.
+        value: an image, as an array too, a path, base64 text, or a dict with `bytes` or `path`, as `datasets` stores
+            undecoded images.
         root: folder that a relative path starts from.
 
     Raises:
@@ -225,6 +226,9 @@ def _opened(value: Any, root: Path, kind: str = "image") -> BinaryIO:
             value = base64.b64decode("".join(text.split()), validate=True)
         except ValueError as error:
             raise DataError(f"{kind} is unreadable: the text is not base64 ({error})") from error
+    if isinstance(value, numpy.ndarray):
+        Image.fromarray(value).save(file := io.BytesIO(), "TIFF")
+        value = file.getvalue()
     if isinstance(value, bytes):
         return io.BytesIO(value)
     if not isinstance(value, str | Path):
@@ -259,6 +263,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray((values * (255 / full) + 0.5).astype(numpy.uint8))
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
+    image = image.convert("LA") if image.mode == "La" else image  # Pillow converts it to no other mode
     if not image.has_transparency_data:
         return image.convert("RGB")
     shown = Image.new("RGBA", image.size, "white")

@@ -37,7 +37,7 @@ from pyarrow.lib import ArrowException
 from vgr_trl.atomic_files import is_disk_full
 from vgr_trl.data.images import FOLDER, MEDIA, downloaded, path_within
 from vgr_trl.data.prompts import PLACEHOLDER
-from vgr_trl.data.read_row import DIALOGUES, KEYS, REWARD_MODEL, UNREADABLE
+from vgr_trl.data.read_row import DIALOGUES, KEYS, REWARD_MODEL, UNREADABLE, undecoded
 from vgr_trl.errors import ConfigError, DataError, MissingSplitError, VGRError, error_text
 
 MMMU_PRO = "MMMU/MMMU_Pro", "standard (10 options)"  # a hub name, and the configuration that is read by default
@@ -49,6 +49,7 @@ MEANT |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 MEANT |= dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
 
 Files = dict[str, list[Path]]  # by split
+Check = Callable[[Any, str], object] | None  # takes the rows of a file, as a stream, and the name of the file
 
 
 def load_split(
@@ -60,6 +61,7 @@ def load_split(
     data_files: str | Mapping[str, Sequence[Path]] | None = None,
     streaming: bool = False,
     with_folders: bool = True,
+    check: Check = None,
 ) -> Dataset | IterableDataset:
     """Return a split of the data set that one of three sources names.
 
@@ -71,6 +73,7 @@ def load_split(
         data_files: as `parse_data_files` takes it, or returns it. Parquet, JSON, JSONL, CSV or Arrow.
         streaming: whether to return a stream.
         with_folders: whether rows name the folder of their file in `FOLDER` if files of a split are in several folders.
+        check: called for each of several files of different columns, before they are joined.
 
     Raises:
         ConfigError: not exactly one source is given, or `data_files` is malformed.
@@ -86,11 +89,11 @@ def load_split(
             raise DataError(f"dataset_path is {dataset_path}, which is not a folder; for single files use data_files.")
         files = parse_data_files(data_files) if isinstance(data_files, str) else data_files
         splits = files or _find_splits(source, dataset_config, streaming)
-        return _read(splits[_named_split(splits, split, str(source))], streaming, with_folders)
+        return _read(splits[_named_split(splits, split, str(source))], streaming, with_folders, check)
 
 
 def load_path(
-    path: str, split: str | None = None, *, config: str | None = None, streaming: bool = False
+    path: str, split: str | None = None, *, config: str | None = None, streaming: bool = False, check: Check = None
 ) -> tuple[str, dict[str, Callable[[], Dataset | IterableDataset]]]:
     """Return the name of the chosen split, and for each split a function that loads it.
 
@@ -99,6 +102,7 @@ def load_path(
         split: name of the split; None: the only split, or `train`. The split of a file has any name.
         config: configuration of a hub data set.
         streaming: whether to load streams.
+        check: as in `load_split`.
 
     Raises:
         DataError: the data or the split cannot be found or read, also when a split is loaded.
@@ -110,7 +114,7 @@ def load_path(
 
     def load(name: str) -> Any:
         with readable(path, "the path", only_reads=True):
-            return _read(splits[name], streaming)
+            return _read(splits[name], streaming, check=check)
 
     return chosen, {name: partial(load, name) for name in splits}
 
@@ -139,7 +143,7 @@ def _find_splits(source: str, config: str | None, streaming: bool) -> Mapping[st
     return cast("Mapping[str, Any]", load_dataset(source, name=config, streaming=streaming))
 
 
-def _read(found: Any, streaming: bool, with_folders: bool = True) -> Any:
+def _read(found: Any, streaming: bool, with_folders: bool = True, check: Check = None) -> Any:
     """Return the rows of a split that `_find_splits` found."""
     if not isinstance(found, list):
         return _checked(found)
@@ -152,9 +156,13 @@ def _read(found: Any, streaming: bool, with_folders: bool = True) -> Any:
         return _kind(path), str(path.absolute().parent) if with_folders and _kind(path) != "text" else None
 
     tables = list[Any]()
-    for (kind, folder), paths in groupby(found, group):
+    for (kind, folder), members in groupby(found, group):
+        paths = tuple(members)
+        for path in paths if kind == "text" else paths[:1]:  # `datasets` wants the same columns in the others
+            if check is not None and len(found) > 1:
+                check(undecoded(_read([path], streaming=True)), path.name)
         if kind == "text":
-            given: dict[str, Any] = {"paths": tuple(paths), "with_folders": with_folders}
+            given: dict[str, Any] = {"paths": paths, "with_folders": with_folders}
             tables.append(IterableDataset.from_generator(_rows, gen_kwargs=given) if streaming else _table_of(**given))
             continue
         options = dict[str, Any]()

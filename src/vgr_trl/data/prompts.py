@@ -20,6 +20,7 @@ from vgr_trl.rewards.answers import LETTERS
 
 TEMPLATE_SECONDS = 10  # of computing, for one question
 PLACEHOLDER = "<image>"  # of an image in the text of a question, as LLaVA, ms-swift and EasyR1 write it
+LONGEST_CONTEXT = 20_000  # characters that a teacher reads beside the prompt
 VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
 SYSTEM_PROMPT = (
     "Look at the image and reason about the question before you answer. Write your reasoning between <think> and "
@@ -214,12 +215,22 @@ def special_tokens(processor: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
-def refuse_special_tokens(special: re.Pattern[str] | None, conversation: Messages) -> None:
-    """Raise `DataError` if a text of a conversation has a special token, which `special` finds."""
-    for text in texts_of(placed(conversation)):
+def refuse_special_tokens(special: re.Pattern[str] | None, conversation: Messages, context: Any = None) -> None:
+    """Raise `DataError` if a text that a model reads has a special token.
+
+    Args:
+        special: finds special tokens.
+        conversation: the prompt.
+        context: what the column `privileged_context` adds to it for a teacher, a text without placeholders.
+    """
+    told = "" if context is None else context
+    if not isinstance(told, str) or len(told) > LONGEST_CONTEXT or PLACEHOLDER in told:
+        form = f"a text of at most {LONGEST_CONTEXT} characters without {PLACEHOLDER}, or None"
+        raise DataError(f"its privileged_context is {context!r:.80}: give {form}")
+    for text in (told, *texts_of(placed(conversation))):
         if special is not None and (found := special.search(text)):
             token = f"{found[0]!r}, which the model's tokenizer reads as a special token"
-            raise DataError(f"its text has {token}: remove it")
+            raise DataError(f"its text has {token}: remove it, and give messages without a chat template applied")
 
 
 SIZES = "__sizes__"  # column: (width, height) of a row's images and frames in the size that the model gets

@@ -363,7 +363,7 @@ def renamed_row(row: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     return {name: row[column] for column, name in known_names(row, keys).items()}
 
 
-def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KEYS) -> Any:
+def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KEYS, is_part: bool = False) -> Any:
     """Return the first readable row of a data set or stream, or its first row if none is readable.
 
     Args:
@@ -371,6 +371,7 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
         split: its name in messages.
         needs_solution: whether rows need an answer.
         keys: accepted names of columns.
+        is_part: whether further files, which may have the columns that flags name, are joined to these rows.
 
     Raises:
         DataError: there is no row, or the columns are not understood; the message names the flag that would help.
@@ -395,7 +396,7 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     features = rows.features or {}
     image = next((name for name in names if is_media(features.get(name)) or _is_image_file(row[name])), None)
     choices = next((name for name in names if _looks_like_options(row[name], answer)), None)
-    if missing is not None:
+    if missing is not None and not is_part:
         problem = f"{missing}, which is not among them."
         if missing.startswith("solution_key"):
             none = "--solution_key none (data.answer_key=none or dataset.answer_key=none)"
@@ -405,7 +406,7 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     elif needs_solution and not is_dialogue and not has_answer:
         problem = "the accuracy reward needs `solution`; name the answer column with --solution_key."
     elif image is not None and keys["image"] and not has(*keys["image"], *keys["video"], *NUMBERED_IMAGES):
-        problem = f"`{image}` seems to hold images; give --image_key {image} or none (in Python, rename it to `image`)."
+        problem = f"`{image}` seems to hold images; give --image_key {image} or none, or rename it to `image`."
     elif choices is not None and needs_solution and keys["choices"] and not has(*keys["choices"]):
         problem = f"`{choices}` seems to hold the options, with the answer {answer} among them; give "
         problem += f"--choices_key {choices}, or --choices_key none for open questions."

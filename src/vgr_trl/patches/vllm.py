@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -229,7 +229,7 @@ class ImagesOfPrompts:
         asked = {"model": self.client.model, "token_ids": ids, "content_parts": parts, "sampling_params": sampling}
         url = self.client.base_url
         got = self.client.session.post(f"{url}/inference/v1/generate", json={**asked, "return_token_ids": True})
-        answer = got.json() if got.status_code == 200 else {}
+        answer = check_answer(url, asked, got.json()) if got.status_code == 200 else {}
         if got.status_code == 404 or (answer and not answer.get("prompt_token_ids")):
             cure = "start a release from 0.30 on, with --enable-scale-out"
             raise VLLMServerError(f"The vLLM server at {url} takes no images beside tokens: {cure}.")
@@ -263,29 +263,64 @@ def send_images(generation: Any, processor: Any) -> None:
 
 @contextmanager
 def answers_of_server(trainer: GRPOTrainer) -> Iterator[None]:
-    """Read both forms of a server's log-probabilities in this block, and explain connection errors.
+    """Read both forms of a server's log-probabilities in this block, check its answers, and explain connection errors.
 
     TRL's client retries for about a minute before it fails.
 
     Raises:
-        VLLMServerError: the server does not answer; raised in the process that calls it.
+        VLLMServerError: the server does not answer, or not as asked; raised in the process that calls it.
     """
-    plain = vllm_client.parse_logprobs
+    post = vllm_client.VLLMClient._post
+
+    def checked_post(client: Any, url: str, **sent: Any) -> Any:
+        return check_answer(url, sent.get("json", {}), post(client, url, **sent))
+
     try:
-        with patched_attribute(vllm_client, "parse_logprobs", lambda choices: plain([*map(fill_texts, choices)])):
+        with patched_attribute(vllm_client.VLLMClient, "_post", checked_post):
             yield
-    except VLLMServerError:
-        raise
-    except OSError as error:  # base of all errors of requests
-        server = f"The vLLM server at {trainer.vllm_generation.vllm_client.base_url}"
+    except Exception as error:
+        if isinstance(error, VLLMServerError) or not (isinstance(error, OSError) or type(error) is Exception):
+            raise  # errors of requests are OSErrors; TRL raises `Exception` for an answer other than 200
+        url = trainer.vllm_generation.vllm_client.base_url
         found = f"did not answer in step {trainer.state.global_step + 1} ({error_text(error)})"
         cure = "start it again, then continue with --resume_from_checkpoint"
-        raise VLLMServerError(f"{server} {found}: {cure}.") from error
+        raise VLLMServerError(f"The vLLM server at {url} {found}: {cure}.") from error
 
 
-def fill_texts(logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
+def check_answer(url: str, asked: dict[str, Any], answer: Any) -> Any:
+    """Return a server's answer with a `token` for every `token_id`, if it has all completions that were asked for.
+
+    TRL counts completions from the first one on, so that a missing one would shift those of later prompts.
+
+    Args:
+        url: address of the request.
+        asked: the request, for completions of several prompts, or of one with images; others are not checked.
+        answer: the server's.
+
+    Raises:
+        VLLMServerError: a completion is missing, empty, too long, of another prompt, or without its log-probabilities.
+    """
+    sampling, prompts = asked.get("sampling_params", asked), asked.get("prompt", [None])
+    if "n" not in sampling:
+        return answer
+    with suppress(LookupError, TypeError, ValueError, AttributeError):  # an answer of any shape
+        choices = [{**choice, "logprobs": fill_texts(choice["logprobs"])} for choice in answer["choices"]]
+        likely: Any = vllm_client.parse_logprobs([choice["logprobs"] for choice in choices])[1]
+        expected = [prompt for prompt in prompts for _ in range(sampling["n"])]
+        if all(
+            prompt in (choice.get("prompt_token_ids"), None)
+            and 0 < len(choice["token_ids"]) <= sampling["max_tokens"]
+            and all(token in ids for token, ids in zip(choice["token_ids"], of_row, strict=True))
+            for prompt, choice, of_row in zip(expected, choices, likely, strict=True)
+        ):
+            return {**answer, "choices": choices}
+    wanted = f"{sampling['n']} completions a prompt, of up to {sampling['max_tokens']} tokens with logprobs"
+    raise VLLMServerError(f"The vLLM server at {url} answered {str(answer)[:200]}, not {wanted}: use another release.")
+
+
+def fill_texts(logprobs: dict[str, Any]) -> dict[str, Any]:
     """Add a `token` for every `token_id` to the log-probabilities of a completion, the likeliest tokens included."""
-    if logprobs is None or "content" not in logprobs:
+    if "content" not in logprobs:
         return logprobs
     content = [
         {**_fill_text(entry), "top_logprobs": [_fill_text(top) for top in entry.get("top_logprobs") or ()]}

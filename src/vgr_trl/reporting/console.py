@@ -54,8 +54,6 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
         logs: of this step; missing quantities are omitted.
         seconds_per_step: mean over recent steps; None: not known yet.
     """
-    if "frac_reward_zero_std" in logs:
-        logs = {"sampling/nonzero_variance_fraction": 1 - logs["frac_reward_zero_std"], **logs}
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     shown = {name for _, name, _ in _STEP_QUANTITIES}
     own = [(each[1].removesuffix("_reward"), each[0]) for each in map(_REWARD_MEAN.fullmatch, logs) if each]
@@ -69,11 +67,16 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
     return "  ".join(parts)
 
 
-def evaluation_line(step: int, logs: Mapping[str, float]) -> str:
-    """Return one line about an evaluation: step, reward, accuracy."""
-    names = [(heading, f"eval_{name}") for heading, name, _ in _STEP_QUANTITIES[:3]]
+def evaluation_prefix(logs: Mapping[str, float]) -> str | None:
+    """Return `eval_`, or `eval_NAME_` for one of several evaluation sets; None for logs of training."""
+    return next((name.removesuffix("runtime") for name in logs if re.fullmatch("eval_(.+_)?runtime", name)), None)
+
+
+def evaluation_line(step: int, logs: Mapping[str, float], prefix: str) -> str:
+    """Return one line about an evaluation: set, step, reward, accuracy."""
+    names = [(heading, f"{prefix}{name}") for heading, name, _ in _STEP_QUANTITIES[:3]]
     shown = [f"{heading} {logs[name]:.3f}" for heading, name in names if name in logs]
-    return f"evaluation at step {step}  {'  '.join(shown)}"
+    return f"evaluation{prefix[4:-1].replace('_', ' ', 1)} at step {step}  {'  '.join(shown)}"
 
 
 def progress_lines(

@@ -13,7 +13,7 @@ from jinja2 import Environment
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.errors import ConfigError, DataError, printable
 from vgr_trl.reporting.console import QUANTITIES, VERDICTS, color_tokens, format_number, format_rewards, position_colour
-from vgr_trl.reporting.records import Completion, Run, read_run, read_thumbnail, records_folder
+from vgr_trl.reporting.records import Completion, Run, read_run, read_thumbnail, records_folder, refuse_unwritable
 
 IMAGE_SIDE = 224  # longer side of an image, in pixels
 MAX_OPACITY = 0.8  # of the shade over a cell without attention
@@ -124,12 +124,14 @@ def export_run(run: Path, output: Path) -> int:
     CSV is for terminals and spreadsheets: text is `printable`, and an apostrophe is put before what would be a formula.
 
     Raises:
-        ConfigError: `output` has another ending.
+        ConfigError: `output` has another ending, or is a file that was not exported.
         DataError: the run has no records, or none that can be read.
         DiskFullError: naming the file.
     """
     if output.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--output is {output}: give a file that ends in .csv or .parquet.")
+    mark = b"step,mode,completion," if output.suffix == ".csv" else b'"field_name": "mode"'
+    refuse_unwritable(output, "--output", mark=mark)
     table = to_pandas(run)
     if table.empty:
         raise DataError(f"{run} has no recorded completion that can be read: give the output_dir of another run.")
@@ -137,7 +139,6 @@ def export_run(run: Path, output: Path) -> int:
         content = table.map(_escape_cell).rename(columns=printable).to_csv(index=False).encode()
     else:
         content = table.to_parquet(index=False)
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, content)
     return len(table)
 

@@ -30,6 +30,7 @@ from vgr_trl.reporting.records import (
     read_object,
     read_run,
     read_thumbnail,
+    refuse_unwritable,
     to_json_value,
 )
 
@@ -83,7 +84,8 @@ def write_report(
         live: interval in seconds at which the page reloads itself; None: it does not.
 
     Raises:
-        ConfigError: `max_megabytes` is out of range, or the number of names differs from the number of runs.
+        ConfigError: `max_megabytes` is out of range, the number of names differs from the number of runs, or `path` is
+            something other than a page.
         DataError: a run has no records, or a later release wrote them.
     """
     if not MIN_MEGABYTES <= max_megabytes <= MAX_MEGABYTES:
@@ -91,11 +93,11 @@ def write_report(
     if names is not None and len(names) != len(runs):
         raise ConfigError(f"There are {len(names)} names for {len(runs)} runs: give one name per run, in order.")
     template, path = load_template(), Path(path)
+    refuse_unwritable(path, "output", mark=b'"vgr-trl')  # of a `<meta>`
     max_bytes = int((max_megabytes * MEGABYTE - len(template.encode())) * 3 / 4) - 1024  # base64: 4 letters for 3 bytes
     pages, images = build_pages([Path(run) for run in runs], max_bytes, names)
     packed = zlib.compress(encode_json({"version": 1, "live": live, "runs": pages, "images": images}), _ZLIB_LEVEL)
     html = template.replace(DATA_PLACEHOLDER, base64.b64encode(packed).decode("ascii")).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, html)
     notes = {page["name"]: page["notes"] for page in pages}
     return Report(path, len(html), sum(len(page["records"]) for page in pages), notes)

@@ -47,6 +47,7 @@ from vgr_trl.reporting.recorded_rows import (
     summarise_rollout,
 )
 from vgr_trl.reporting.records import FOLDER, Completion, LogEntry, Record, RecordWriter, question_id, refuse_unwritable
+from vgr_trl.rewards.answers import decode_with_tags
 from vgr_trl.rollout import ConstructedTrainer, Rollout
 from vgr_trl.signals.named import take_signal_rows
 
@@ -122,7 +123,7 @@ class RolloutRecorder:
             question=question_id(prompt, [image.file for image in images[: len(images) - len(returned)]]),
             group=place // trainer.completions_per_prompt,
             prompt=prompt,
-            text=tokenizer.decode(ids, skip_special_tokens=True),
+            text=decode_with_tags(tokenizer, [ids])[0],
             tokens=name_images(split_tokens(ids, decode), ids, vision),
             solution=None if data.get("solution") is None else str(data["solution"]),
             rewards=dict(zip(trainer.reward_func_names, rewards.tolist(), strict=True)),

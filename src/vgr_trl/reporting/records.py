@@ -444,21 +444,32 @@ def question_id(prompt: str, images: Sequence[str | None]) -> str:
     return sha1(f"{prompt} {images}".encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:16]
 
 
-def refuse_unwritable(path: Path, option: str, is_folder: bool = False) -> None:
+def refuse_unwritable(path: Path, option: str, is_folder: bool = False, mark: bytes | None = None) -> None:
     """Check that an option names a writable path.
 
     Args:
         path: value of the option.
         option: name of the option, for the message.
         is_folder: whether files are written to the folder `path`.
+        mark: bytes near the beginning or end of every file that this command writes, so that it replaces no other
+            file, link or device; None: the file is appended to.
 
     Raises:
-        ConfigError: the path cannot be written.
+        ConfigError: the path cannot be written, or something else would be replaced.
     """
     file = path / "file" if is_folder else path
     folder = next(folder for folder in file.absolute().parents if folder.exists())  # others are made later
     if file.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"{option} is {path}, which cannot be written to: choose another path.")
+    if mark is not None and (path.is_symlink() or (path.exists() and not (path.is_file() and _has_mark(path, mark)))):
+        raise ConfigError(f"{option} is {path}, which is no file that this command has written: choose another path.")
+
+
+def _has_mark(path: Path, mark: bytes) -> bool:
+    """Return whether a file is empty or has a mark within 64 KB of its beginning or end."""
+    with path.open("rb") as file:
+        ends = [os.pread(file.fileno(), 2**16, place) for place in (0, max(path.stat().st_size - 2**16, 0))]
+        return not ends[0] or any(mark in end for end in ends)
 
 
 def _check_version(version: int, path: Path) -> None:

@@ -6,7 +6,7 @@ sentence. A text is read without the reference. `phrases.py` reads clauses, and 
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -54,6 +54,26 @@ def completion_text(completion: Any) -> str:
     return "\n".join(
         "".join(part if isinstance(part, str) else part.get("text") or "" for part in message) for message in parts
     )
+
+
+ANSWER_TAGS = "<think></think><answer></answer>"
+
+
+def decode_with_tags(tokenizer: Any, completion_ids: Any, text: str = ANSWER_TAGS) -> list[str]:
+    """Decode completions without special tokens, but with those special tokens that are tags.
+
+    Args:
+        tokenizer: the tokenizer.
+        completion_ids: tokens of each completion, lists of ints.
+        text: opens and closes the tags, as a system prompt does.
+    """
+    pairs = {*re.findall(r"<(\w+)>", text)} & {*re.findall(r"</(\w+)>", text)}
+    special = {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    tags = {token for token, content in special.items() if content.strip("</>") in pairs}
+    rows = [
+        [token for token in ids if token in tags or token not in special] if tags else ids for ids in completion_ids
+    ]
+    return [tokenizer.decode(ids, skip_special_tokens=not tags) for ids in rows]
 
 
 def excerpt(value: Any) -> str:
@@ -563,6 +583,14 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
             raise RewardError(f"solution is {excerpt(solution)}: give a list of texts, or one of numbers")
     first, *others = dict.fromkeys(_resolve_one(each, options) for each in accepted)
     return replace(first, others=tuple(others))
+
+
+def usable_solution(row: Mapping[str, Any]) -> Solution | None:
+    """Return the reference answer of a row with the columns of `resolve_solution`, or None if it is unusable."""
+    try:
+        return resolve_solution(row.get("solution"), row.get("choices"), row.get("label_idx"))
+    except RewardError:
+        return None
 
 
 def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:

@@ -520,7 +520,7 @@ def scale_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
     Raises:
         RewardError: when called, if the rows have no answers.
     """
-    return [_scale_reward(reward) if reward in ATTENTION_REWARDS else reward for reward in rewards]
+    return [_scale_reward(reward) if reward in [*ATTENTION_REWARDS] else reward for reward in rewards]
 
 
 def _scale_reward(reward: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 from vgr_trl import registries
 from vgr_trl.errors import ConfigError, RewardError, VGRError, error_text
 from vgr_trl.processes import kill_workers, pool
-from vgr_trl.rewards.answers import completion_text, excerpt, resolve_solution
+from vgr_trl.rewards.answers import completion_text, excerpt, usable_solution
 from vgr_trl.rewards.functions import (
     WholeGroups,
     accuracy_reward,
@@ -372,6 +372,16 @@ def reads_solution(reward: Any) -> bool:
     return unwrap_reward(reward) in (accuracy_reward, blind_accuracy_reward, tool_reward)
 
 
+def may_read_columns(reward: Any) -> bool:
+    """Return whether a reward of the user's own accepts any column or the trainer, so that its reads are unknown."""
+    return not (is_from(reward, "vgr_trl", "trl") or hasattr(reward, "forward")) and _takes_argument(reward, "trainer")
+
+
+def is_from(reward: Any, *packages: str) -> bool:
+    """Return whether the function of a reward is from one of these packages."""
+    return str(unwrap_reward(reward).__module__).partition(".")[0] in packages
+
+
 def check_callable(reward: Any, columns: Iterable[str]) -> None:
     """Raise `RewardError` if calling `reward` with the data's columns must fail, or can only return None.
 
@@ -416,7 +426,7 @@ def wrap_reward(
         async def call_async(**kwargs: Any) -> list[float | None]:
             count = len(kwargs["completions"])  # before the reward can change them
             with _naming_reward(name):
-                return _parse_rewards(await reward(**given | add_label_idx(reward, kwargs)), count, name, on_nan)
+                return _parse_rewards(await reward(**given | fit_arguments(reward, kwargs)), count, name, on_nan)
 
         return call_async
 
@@ -424,19 +434,22 @@ def wrap_reward(
         count = len(kwargs["completions"])
         with _report_hanging(seconds, name, kwargs), _restore_columns(kwargs), _naming_reward(name):
             # May be a generator: parsed, and so run, inside of these contexts.
-            returned = reward(**given | add_label_idx(reward, kwargs))
+            returned = reward(**given | fit_arguments(reward, kwargs))
             return _parse_rewards(returned, count, name, on_nan)
 
     return call
 
 
-def add_label_idx(reward: Any, columns: dict[str, Any]) -> dict[str, Any]:
-    """Add the indices of the right options as `label_idx` for a reward that names it, if the data lack the column."""
+def fit_arguments(reward: Any, columns: dict[str, Any]) -> dict[str, Any]:
+    """Return a reward's arguments: completions of its declared type, and `label_idx` if it is named and can be made."""
+    if getattr(unwrap_reward(reward), "completion_type", None) is str:
+        columns = {**columns, "completions": [*map(completion_text, columns["completions"])]}
     is_known = "label_idx" not in columns and {"choices", "solution"} <= columns.keys()
     if not is_known or not _names_argument(reward, "label_idx"):
         return columns
-    rows = zip(columns["solution"], columns["choices"], strict=True)
-    return {**columns, "label_idx": [resolve_solution(right, each).index if each else None for right, each in rows]}
+    pairs = zip(columns["solution"], columns["choices"], strict=True)
+    read = [usable_solution({"solution": right, "choices": choices}) if choices else None for right, choices in pairs]
+    return {**columns, "label_idx": [right and right.index for right in read]}
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, fl
     selection.trained = trained = len(selection.kept) + len(chosen)
     if not args.selects_groups:
         rollout.with_gradient = selection.rows_with_gradient()
-        return {}
+        return {"sampling/nonzero_variance_fraction": trained / selection.placement.num_groups}
     missing = [group for group in selection.dropped if group not in chosen]
     replayed = {} if replay is None else dict(zip(missing, replay.draw(len(missing)), strict=False))
     estimator, changes = args.advantage_estimator, chosen or replayed or selection.filtered

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import gather
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.patching import patched_method
@@ -36,9 +36,9 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
             trainer.train()
 
     A prompt whose completions lie in several micro-batches runs once for all of them, forward and backward, where
-    accelerate accumulates gradients, as in TRL. Results equal those of plain passes up to the order of additions. Other
-    calls run plainly, and the report says why. With active dropout or router noise, the completions of a prompt share
-    the random numbers of their prompt, and a warning says so.
+    accelerate accumulates gradients, as in TRL; with adapters, once for each. Results equal those of plain passes up to
+    the order of additions. Other calls run plainly, and the report says why. With active dropout or router noise, the
+    completions of a prompt share the random numbers of their prompt, and a warning says so.
 
     If `completion_length` is None, the main process prints after the first step how many prompts were computed. Calls
     from several threads take turns.
@@ -83,7 +83,7 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
         return
     keep_keys_unrepeated()
     why = why_not_lend(base) if is_alone else None
-    own = Lending(base) if is_alone and why is None else None
+    own = None if why or not is_alone or any(isinstance(x, BaseTunerLayer) for x in base.modules()) else Lending(base)
     forward.lending, forward.first_step = own or forward.lending, {} if tells else None
     if tells and forward.agree is not None:
         print(f"share_prompts shares prompts within a micro-batch, not over several ({why}). {_ADVICE}", flush=True)
@@ -93,7 +93,7 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
             shared = SharedGeneration(causal, causal.generate, forward)
             stack.enter_context(patched_method(causal, "generate", shared))
         if is_alone:
-            stack.enter_context(_read_labels(causal, forward))
+            stack.enter_context(causal.register_forward_pre_hook(_read_labels, with_kwargs=True))
         if own is not None:
             stack.enter_context(_forget_at_end(own))
         yield report
@@ -117,17 +117,15 @@ def _modes_of_engine() -> dict[str, Any]:
     return {"agree": all_agree, "sharded": sharded}
 
 
-def _read_labels(causal: nn.Module, forward: SharedForward) -> RemovableHandle:
-    """Set `labelled` of a `SharedForward` from the labels of TRL's scoring, until the handle is removed."""
-
-    def read(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _read_labels(causal: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Set `labelled` of a model's `SharedForward` from the labels of TRL's scoring; a hook, also of pickled models."""
+    forward = getattr(base_of(causal).forward, "function", None)
+    if isinstance(forward, SharedForward):  # which a copy of the model has not
         labels, forward.labelled = kwargs.get("labels"), None
         wanted = torch.is_grad_enabled() or forward.agree is not None  # which have to decide together
         if wanted and kwargs.get("fused_lm_head") and labels is not None:
             labelled = (labels != -100).any(0).nonzero()
             forward.labelled = labels.size(1) - int(labelled[0]) if len(labelled) else None
-
-    return causal.register_forward_pre_hook(read, with_kwargs=True)
 
 
 @contextmanager

@@ -233,6 +233,8 @@ def check_model(base: Any, gradients: bool) -> None:
     config = base.config
     keeps = cache_name(base) is not None and not config.is_encoder_decoder
     require(keeps, "a model without a cache of keys and values")
+    hooks = (getattr(hook, "keywords", ()) for module in base.modules() for hook in module._forward_pre_hooks.values())
+    require(not any("adapter_names" in keywords for keywords in hooks), "adapter_names, an adapter for each row")
     # Ovis2: its visual indicator tokens are text in a pass without images.
     by_pass = getattr(config, "visual_indicator_token_ids", None)
     require(not by_pass, "tokens whose embeddings depend on whether the pass has images")

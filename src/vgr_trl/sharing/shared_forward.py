@@ -147,6 +147,8 @@ class SharedForward:
         check_inputs(inputs, self.base.config)
         stop = inputs["input_ids"].size(1) - 1
         columns = None if width is None else (stop - width, stop)  # the last column emits no token
+        unset = width is None and inputs.get("use_cache") is None and not self.base.training  # may decode next
+        require(not (unset and self.base.config.get_text_config(decoder=True).use_cache), "use_cache is not False")
         lends = self.lending is not None and torch.is_grad_enabled() and columns is not None and self.agree is None
         lends = lends and inputs.get("attention_mask") is not None and inputs.get("position_ids") is None
         split = find_split(inputs, self.base.config, columns, alone=lends or self.agree is not None)

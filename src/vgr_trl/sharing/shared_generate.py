@@ -121,7 +121,7 @@ class SharedGeneration:
         if config.cache_implementation == "static" and (reason := why_not_static(self.model.config)):
             raise UnsupportedModel(reason)
         require(config.prefill_chunk_size is None, "prefill_chunk_size")
-        require(not config.output_hidden_states, "output_hidden_states=True")
+        require(not (config.output_hidden_states or config.output_attentions), "hidden states or attention as outputs")
         ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         require(isinstance(ids, Tensor) and ids.ndim == 2, "no prompt before the completions")
         require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")

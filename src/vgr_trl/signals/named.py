@@ -182,7 +182,7 @@ def add_named(named: Sequence[NamedSignal], signals: RolloutSignals) -> list[str
     for signal in named:
         if signal.name in signals.extra or not all(_is_measured(signals, need) for need in signal.requires):
             continue
-        values = signal.function(signals, signal.options)
+        values = registries.call_plugin(f"the signal {signal.name}", signal.function, signals, signal.options)
         if not isinstance(values, Tensor) or values.shape != signals.mask.shape:
             found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise DataError(f"The signal {signal.name} returned {found}: return a tensor {tuple(signals.mask.shape)}.")

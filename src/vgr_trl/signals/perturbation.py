@@ -297,15 +297,8 @@ registries.views.register("sharper")(partial(_read_column, FULL_IMAGES))
 
 @registries.views.register(PRIVILEGED_CONTEXT)
 def privileged_context(images: Sequence[Image.Image], row: Mapping[str, Any]) -> Seen | None:
-    """Return the images with the text of the column `privileged_context`, None without any.
-
-    Raises:
-        DataError: it is no text.
-    """
-    text = row.get(PRIVILEGED_CONTEXT)
-    if not isinstance(text, str | None):
-        raise DataError(f"The column {PRIVILEGED_CONTEXT} has a {type(text).__name__}: give a text, or None.")
-    return Seen(images, text) if text else None
+    """Return the images with the text of the column `privileged_context`, None without any."""
+    return Seen(images, row[PRIVILEGED_CONTEXT]) if row.get(PRIVILEGED_CONTEXT) else None
 
 
 @registries.views.register("clean")

@@ -293,6 +293,11 @@ def entropies_of(logps: Tensor) -> Tensor:
     return -sums
 
 
+def bounded(logps: Tensor) -> Tensor:
+    """Return log-probabilities with the lowest number in place of -inf, so that forbidden tokens add 0 to a sum."""
+    return logps.clamp(min=torch.finfo(logps.dtype).min)
+
+
 def jensen_shannon(logits: Tensor, others: Tensor) -> Tensor:
     """Return the Jensen-Shannon divergence of two distributions, in [0, ln 2]: the mean KL of each to their mean.
 
@@ -303,8 +308,7 @@ def jensen_shannon(logits: Tensor, others: Tensor) -> Tensor:
     Returns:
         (...) float32, in nats.
     """
-    one, other = torch.log_softmax(logits.float(), -1), torch.log_softmax(others.float(), -1)
+    one, other = (bounded(torch.log_softmax(each.float(), -1)) for each in (logits, others))
     mean = torch.logaddexp(one, other) - math.log(2)
-    lowest = torch.finfo(mean.dtype).min  # a token that both forbid adds nothing
-    halves = [(each.exp() * (each.clamp(min=lowest) - mean.clamp(min=lowest))).sum(-1) for each in (one, other)]
+    halves = [(each.exp() * (each - mean)).sum(-1) for each in (one, other)]
     return ((halves[0] + halves[1]) / 2).clamp(0, math.log(2))

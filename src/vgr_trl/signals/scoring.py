@@ -482,7 +482,8 @@ def rest_of(logps: Tensor, ids: Tensor) -> Tensor:
         logps: (…, vocabulary).
         ids: (…, K), tokens that are left out.
     """
-    return logps.scatter(-1, ids.long(), -torch.inf).logsumexp(-1, keepdim=True)
+    # With -inf in place of these tokens, gradients would be NaN where no other token is allowed.
+    return logps.scatter(-1, ids.long(), torch.finfo(logps.dtype).min).logsumexp(-1, keepdim=True)
 
 
 @contextmanager

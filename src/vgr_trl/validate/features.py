@@ -22,6 +22,7 @@ from vgr_trl.registries import (
     is_measured_after_rewards,
     needed_signals,
 )
+from vgr_trl.rewards.loading import may_read_columns
 from vgr_trl.rollout import ConstructedTrainer, Measurement
 from vgr_trl.run_facts import Features, RunFacts
 from vgr_trl.sharing.exactness import why_not_share, why_padding_counts
@@ -86,7 +87,7 @@ def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: Dummy
         share_generation=Feature(_why_plain_generation(facts)),
         share_scoring=Feature(_why_no_pass_shares(facts) or compiled or why_not_share(facts.model, gradients=False)),
         share_training=Feature(training),
-        share_over_micro_batches=Feature(unshared or sharded or why_not_lend(base)),
+        share_over_micro_batches=Feature(unshared or sharded or "your own loss" * facts.own_loss or why_not_lend(base)),
         join_micro_batches=Feature(off("rows_per_pass") or unshared or rows),
         regroup=Feature(unshared or (None if args.share_prompts == "on" else rows or spread)),
         skip_zero_advantage=Feature(off("skip_zero_advantage") or noise or read),
@@ -224,6 +225,7 @@ def why_rows_matter(facts: RunFacts, loss_type: str) -> str | None:
         (args.entropy_coef != 0 or args.use_adaptive_entropy, "the entropy term"),
         (args.top_entropy_quantile < 1.0, "top_entropy_quantile"),
         (facts.has_router_loss, "the load-balancing loss"),
+        (facts.own_loss and args.most_rows_per_pass is None, "a loss of your own (without a number as rows_per_pass)"),
     )
     return found and f"{found} is taken over the tokens of a micro-batch"
 
@@ -313,8 +315,9 @@ def plan_measurement(facts: RunFacts) -> Measurement:
     for need, reader in needed.items():
         if (why := why_not_measured(facts, need, ids)) is not None:
             raise ConfigError(f"{reader} cannot be used here: {why}")
-    if args.compute_attention_metrics is None and why_not_measured(facts, "attention", ids) is None:
-        needed.setdefault("attention", "compute_attention_metrics")
+    if args.compute_attention_metrics is not False and why_not_measured(facts, "attention", ids) is None:
+        readers = (f"the reward {name}" for name, reward in facts.rewards.items() if may_read_columns(reward))
+        needed["attention"] = next(readers, needed.get("attention", "compute_attention_metrics"))
     if args.token_weights and (last := args.token_weights_last_k_layers) is not None:
         last_layers(count_attention_layers(model), last, args.attention_segments, "token_weights_last_k_layers")
     embedded = model.config.get_text_config(decoder=True).vocab_size

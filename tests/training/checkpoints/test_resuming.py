@@ -47,6 +47,8 @@ def test_latest_without_any_checkpoint_starts_at_the_beginning(tmp_path):
         (lambda path: (path / "optimizer.pt").write_bytes(b"\0" * 25), "optimizer.pt has 25 bytes instead of 24"),
         (lambda path: (path / "optimizer.pt").write_bytes(b"\0" * 24), "optimizer.pt is damaged"),
         (lambda path: (path / checkpoints.MANIFEST).write_text("{"), "manifest.json.* is missing"),
+        (lambda path: (path / checkpoints.MANIFEST).write_text("[1]"), "manifest.json.* is missing"),
+        (lambda path: (path / checkpoints.MANIFEST).write_text('{"files": 3}'), "manifest.json.* is missing"),
         (lambda path: (path / checkpoints.MANIFEST).unlink(), "manifest.json.* is missing"),
     ],
 )
@@ -107,6 +109,14 @@ def test_the_state_of_another_optimizer_is_refused(text_trainer, optim):
     text_trainer(max_steps=1, **RESUMED).train()
     with pytest.raises(ConfigError, match="checkpoint-1 does not fit .* needs .* continue with the model, adapter and"):
         text_trainer(max_steps=2, optim=optim, **RESUMED).train(resume_from_checkpoint=True)
+
+
+def test_an_optimizer_whose_groups_lack_a_default_of_pytorch_resumes(text_trainer):
+    """PyTorch adds `differentiable` to the defaults of every optimizer whose state it loads."""
+    text_trainer(max_steps=1, optim="adafactor", **RESUMED).train()
+    resumed = text_trainer(max_steps=2, optim="adafactor", **RESUMED)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 2
+    assert "differentiable" in resumed.optimizer.optimizer.defaults
 
 
 def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, monkeypatch):
@@ -193,3 +203,20 @@ def test_dropout_draws_the_same_after_passes_that_a_run_made_at_its_start_only(v
         return weights(trainer)
 
     assert torch.equal(trained(), trained(str(tmp_path / "run" / "checkpoint-1")))
+
+
+def test_a_reference_that_follows_the_policy_is_saved(vision_trainer, tmp_path):
+    def trained(checkpoint=None):
+        follows = {"beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.9}
+        sizes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "learning_rate": 0.1, "optim": "sgd"}
+        trainer = vision_trainer(**follows, **sizes)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return weights(trainer)
+
+    whole, saved = trained(), tmp_path / "run" / "checkpoint-3"
+    assert torch.equal(trained(str(saved)), whole)
+    (reference,) = saved.glob("reference_*")
+    reference.unlink()  # as in a checkpoint of TRL
+    checkpoints.write_manifest(saved)
+    with pytest.raises(ConfigError):
+        trained(str(saved))

@@ -7,7 +7,7 @@ from trl.generation import vllm_client
 from trl.trainer import grpo_trainer
 
 from vgr_trl.errors import VLLMServerError
-from vgr_trl.patches.vllm import answers_of_server
+from vgr_trl.patches.vllm import answers_of_server, check_answer
 from vgr_trl.rewards import accuracy_reward
 
 
@@ -72,9 +72,70 @@ def test_log_probabilities_are_read_in_both_forms():
     """As servers of vLLM 0.31 and 0.32 send them: the sampled token first, then the most likely ones."""
     older = [{"token": "token_id:7", "logprob": -1.5, "top_logprobs": [{"token": "token_id:9", "logprob": -0.5}]}]
     newer = [{"token_id": 7, "logprob": -1.5, "rank": 2, "top_logprobs": [{"token_id": 9, "logprob": -0.5, "rank": 1}]}]
+    choice = {"token_ids": [7]}
     with pytest.raises(KeyError, match="token"):
         vllm_client.parse_logprobs([{"content": newer}])  # once this fails, `fill_texts` can go
-    with answers_of_server(None):
-        for content in (older, newer):
-            assert vllm_client.parse_logprobs([{"content": content}]) == ([[[-0.5, -1.5]]], [[[9, 7]]])
-        assert vllm_client.parse_logprobs([None]) == (None, None)
+    request = {"token_ids": [1], "sampling_params": {"n": 1, "max_tokens": 1}}
+    for content in (older, newer):
+        answer = check_answer("http://host:8000", request, {"choices": [choice | {"logprobs": {"content": content}}]})
+        read = vllm_client.parse_logprobs([answer["choices"][0]["logprobs"]])
+        assert read == ([[[-0.5, -1.5]]], [[[9, 7]]])
+
+
+class Client(vllm_client.VLLMClient):
+    """TRL's client of a server that is not there; `change` changes its answer."""
+
+    base_url, model = "http://host:8000", "tiny"
+
+    def __init__(self, change):
+        self.change, self.session = change, self
+
+    def post(self, url, json):
+        choices = [
+            {"prompt_token_ids": prompt, "token_ids": [5, 6], "logprobs": logprobs(5, 6)}
+            for prompt in json["prompt"]
+            for _ in range(json["n"])
+        ]
+        answer = self.change(choices) or {"choices": choices}
+        return SimpleNamespace(status_code=400 if answer == "refused" else 200, json=lambda: answer, text="too long")
+
+
+def logprobs(*tokens):
+    names = [f"token_id:{token}" for token in tokens]
+    return {"tokens": names, "token_logprobs": [-0.5] * len(tokens), "top_logprobs": [{name: -0.5} for name in names]}
+
+
+def asked(change):
+    client = Client(change)
+    trainer = SimpleNamespace(vllm_generation=SimpleNamespace(vllm_client=client), state=SimpleNamespace(global_step=0))
+    with answers_of_server(trainer):
+        return client.generate([[1, 2], [1, 3]], n=2, max_tokens=2)
+
+
+def test_an_answer_as_asked_is_used():
+    assert asked(lambda choices: None)["completion_ids"] == [[5, 6]] * 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda choices: choices.pop(),
+        lambda choices: choices.append(choices[0]),
+        lambda choices: choices[1].update(prompt_token_ids=[1, 3]),
+        lambda choices: choices[3].update(prompt_token_ids=None),
+        lambda choices: choices[0].update(token_ids=[5, 6, 7], logprobs=logprobs(5, 6, 7)),
+        lambda choices: choices[0].update(token_ids=[], logprobs=logprobs()),
+        lambda choices: choices[0].update(token_ids=[5]),
+        lambda choices: choices[0].update(token_ids=[5, 7]),
+        lambda choices: choices[0].update(logprobs=None),
+        lambda choices: choices[1].update(logprobs={}),
+        lambda choices: choices[1].update(token_ids=None),
+        lambda choices: {"error": "overloaded"},
+        lambda choices: [choices],
+        lambda choices: choices.clear(),
+        lambda choices: "refused",
+    ],
+)
+def test_an_answer_other_than_asked_trains_nothing(change):
+    with pytest.raises(VLLMServerError):
+        asked(change)

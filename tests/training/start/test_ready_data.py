@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy
 import pytest
-from datasets import Dataset, Features, IterableDataset, Json, load_dataset
+from datasets import Dataset, Features, IterableDataset, Json, Value, load_dataset
 from PIL import Image
 from support import trainers
 from transformers import AutoProcessor
@@ -137,3 +137,30 @@ def test_columns_of_rewards_of_the_users_own_stay_as_they_are(vision_trainer):
     row = {"prompt": asked("which?"), "solution": [{"box": [1, 2]}], "choices": {"hard": True}, "label_idx": 3}
     (read, *_) = vision_trainer(rows=Dataset.from_list([row] * 2)).train_dataset
     assert read == row
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_texts_for_a_teacher_are_checked_with_the_other_columns(vision_trainer, png, streams):
+    """Only if a teacher reads them: other runs may have anything in a column of that name."""
+    bad = ["<image>", "a<|im_end|>", 7, ["a"], "a" * 10**6]
+    rows = [{"prompt": asked("which?"), "image": str(png), "privileged_context": text} for text in ("a", None, *bad)]
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    features = Features(prompt=Json(), image=Value("string"), privileged_context=Json())
+    data = stream if streams else Dataset.from_list(rows, features)
+    given = {"rows": data, "per_device_train_batch_size": 4, "max_steps": 1}
+    assert len(list(vision_trainer(**given).train_dataset)) == 7
+    teacher = {"teacher_view": "privileged_context", "credit_rules": ["rlsd"]}
+    read = list(vision_trainer(**given, **teacher).train_dataset)
+    assert [row["privileged_context"] for row in read] == ["a", None]
+
+
+def test_a_stream_may_hold_images_in_parts_of_messages_and_arrays(vision_trainer):
+    red = Image.new("RGB", (8, 8), "red")
+    rows = [
+        {"prompt": asked([{"type": "image", "image": red}, {"type": "text", "text": "which?"}])},
+        {"prompt": asked("which?"), "image": numpy.asarray(red)},
+        {"prompt": asked("which?"), "images": [numpy.zeros((8, 8, 3), numpy.float32)]},
+    ]
+    data = IterableDataset.from_generator(lambda: iter(rows))
+    read = list(vision_trainer(rows=data, per_device_train_batch_size=4, max_steps=1).train_dataset)
+    assert [[image.getpixel((0, 0)) for image in images_of(row)] for row in read] == [[(255, 0, 0)]] * 2
