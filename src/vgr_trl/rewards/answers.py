@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain, islice, pairwise, repeat
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -21,13 +21,15 @@ from vgr_trl.rewards.phrases import (
     POLARITY,
     STOPS,
     TABLES,
-    WORDS,
+    behind,
     cut_fillers,
     cut_reason,
     find_polarity,
     fold,
+    match,
     normalise,
     read_quantity,
+    search,
     strip_article,
     strip_wrapping,
     to_half_width,
@@ -83,9 +85,12 @@ def excerpt(value: Any) -> str:
 
 
 LETTERS = "ABCDEFGHIJ"
-_TWO, _DENIED = "two answers", "a denial, bound or condition"
-_MAX_REACH, _MAX_STATEMENTS = 300, 20  # characters read of a statement; statements read, the last ones
-_MAX_PART, _MAX_LINE, _MAX_WORDS = 2000, 80, 8  # characters; characters and words of a line that is an open answer
+_MAX_REACH, _MAX_STATEMENTS, _MAX_PLACES = (
+    300,
+    20,
+    100,
+)  # characters of a statement; the last ones that are read; looked at
+_MAX_LINE, _MAX_WORDS = 80, 8  # characters and words of a line that is an open answer
 
 _THINK = r"(?:[<◁\[]{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|<\|{1}_of_thought\|>)"
 _THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE | re.ASCII)
@@ -96,37 +101,52 @@ _SPECIAL_TOKEN = re.compile(
     r"<\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|</?s>|\[(?:EOS|PAD)\]"
     "|<(?:eos|pad|unk|end_of_turn|end_of_utterance)>|[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u2714\ufe0f]"
 )
-_BOX = re.compile(r"\\f?boxed\s{0,9}\{|<\|begin_of_box\|>")
-_TAG = re.compile(r"<(?:final_?)?(?:answer|conclusion)>", re.IGNORECASE)
-_TAG_END = re.compile(r"</(?:final_?)?(?:answer|conclusion)>?", re.IGNORECASE)
-_HASHES = re.compile(r"####([^\n#]*)")
-_BETWEEN_BOXES = re.compile(
-    r"(?:\}|<\|end_of_box\|>)[\s$.,;/&、()\\\[\]]{0,9}(?:or|and|或者?|和)?[\s$(\\\[\]]{0,9}", re.IGNORECASE
-)
-_TAKEN_BACK = re.compile(  # behind a box
-    r"(?:\}|<\|end_of_box\|>)[})$\\\]*\s,]{0,9}(?:(?:or\b|或)(?![\s$(\\]*boxed)"
-    r"|(?:is|was) (?:wrong|incorrect|false|not)\b|是?(?:错|不))",
-    re.IGNORECASE,
+_MARK = re.compile(r"\\boxed\s{0,9}\{|<\|begin_of_box\|>|<(?:final_?)?(?:answer|conclusion)>|####")
+_MARK_END = re.compile(r"</?(?:final_?)?(?:answer|conclusion)>?|<\|end_of_box\|>", re.IGNORECASE)
+_TAKEN_BACK = re.compile(
+    r"[^\w\n]{0,9}(?:(?:or\b|或)(?!\W*boxed)|(?:is|was) (?:wrong|incorrect|false|not)\b|是?[错不])"
 )
 _JSON = re.compile(r"(?:^|\n)\s*(?:```(?:json)?\s*)?([{\[].{1,2000}[}\]])[\s`]*\Z", re.DOTALL)
-_JSON_KEYS = [  # a box, else an answer, else any
-    re.compile(keys, re.IGNORECASE)
-    for keys in (
-        "(?:bbox|box|point)(?:_2d)?",
-        r"(?:\w+_)?(?:answer|option|choice|result|prediction|solution|letter|label)|答案|选项",
-        ".*",
-    )
-]
+_JSON_KEYS = (r"(?:bbox|box|point)(?:_2d)?", r"(?:\w+_)?(?:answer|option|choice|result|letter|label)|答案|选项", ".*")
+_ANCHORS = ["\\boxed", "<", "####", *TABLES["openers"].pop("anchors").split("|")]
 _OPENER = re.compile("|".join(f"(?a:{pattern})" for pattern in TABLES["openers"].values()), re.MULTILINE)
 _CONFIRMED, _IS = (re.compile(f"(?a:{TABLES['confirms'][name]})") for name in ("words", "verbs"))
-_OPENS, _CONFIRMS = (TABLES["anchors"][name].split("|") for name in ("openers", "confirms"))
-_JOINED = re.compile(r"(?:[/&|;、]|\b(?:and|or)|或者?|和)(?: also)?(?: the)? ?\Z", re.IGNORECASE)
+_JOINED = re.compile(
+    r"(?:[/&|;、]|\b(?:and|or)|或者?|和)(?: also)?(?: the)?[\s$(\\\[\]]*\Z|\}[\s$.,()}\\\[\]]*\Z", re.IGNORECASE
+)
 _SENTENCE_END = re.compile(
     r"[.!?](?<!\b(?:vs|Mr|Ms|Dr|St).)(?<![ .][K-Z].)(?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
 )
 _LEADING = re.compile(r"(?:[\s:*_`\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
 _BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
 _BARE = re.compile(r"[\s*>$-]*(?:\d{1,2}[.)]\s)?(?:[^\s:=]|:(?=\S))+(?: [+*/-])?(?: [^\s:=]+)?\s*")
+_ITEM = re.compile(r"[\s*>-]*(?:[Oo]ption\s)?\(?([A-Ja-j])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)")
+_LETTER = (
+    r"(?<![A-Za-z0-9_'’^\\=])(?:[A-J](?![A-Za-z0-9_'’^+]|\s?=)"
+    r"(?![\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選项項是为正因和或对不错也で입]))|(?<=[(\[])[a-j](?=\s?[)\]]))"
+)
+_HEAD = re.compile(rf"[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:[).:]|\Z)))[\s*_`\"'”)\]}}$]*")
+_NAMED_LETTER = re.compile(
+    rf"(?:(?<![A-Za-z0-9])[(\[]\s?|\b(?:[Oo]ption|[Cc]hoice|[Ll]etter)\s[(\"'*]*|选项\s?)({_LETTER})"
+)
+_WORD_BEHIND = r"(?!\s+(?!(?:or|and|nor|is|are|was|because|since|as|which|with|but|then|here)\b)[A-Za-z]{2}|\s+[a-z]\b)"
+_OTHER_LETTER = re.compile(rf"{_LETTER}(?:(?<![AI])|{_WORD_BEHIND})")
+_LABEL_END = re.compile(r"^(?:[)\]\s*_`.:;,。]|[-–—]\s|\\[ ,;!]|~)+")
+_STOP_BEHIND = re.compile(r"\s*(?:[.:)、。,;(!-]|\Z|because\b|since\b|因为|选项|项)")
+_ALSO = re.compile(  # another option behind the sentence of the first
+    rf"[\s.。!;,]*(?i:or|and|maybe|perhaps|also|或者?|也|和)?[\s(*]*(?:[Oo]ption )?({_LETTER})[\s)*]*"
+    r"(?:[.!。,;]|\Z|也|(?:is|may|might|could|would)(?: also| be)* (?:possible|right|correct))"
+)
+_WITHDRAWN = re.compile(
+    r"\W*(?:(?:is|was|that is|that['’]s|which is) )?(?:clearly )?(?:wrong|incorrect|false|not (?:right|correct|true)"
+    r"|(?:选项|项)?(?:的(?:说法|描述))?是?(?:错|不)|\+|的(?!说法|描述)|ではな|아니|no, (?:that|this) is (?:wrong|incorrect))",
+    re.I,
+)
+_LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
+_TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no spaces
+    rf"[)\]*_`\"'”]{{0,4}}(?:\s*[.:)、。,;(!/]|\s+[-–—]\s|\s*$|\s+(?:or|and)\b|(?:{TABLES['words']['places']}))|[\u4e00-\u9fff]",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -167,9 +187,8 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
         text = _THOUGHT_END.split(_THOUGHT.sub("\n", text))[-1]
     if not text.isascii() or "<" in text or "[" in text:
         text = _SPECIAL_TOKEN.sub("", text)
-    for rule, part in chain(_find_explicit(text), _find_plain(text, choices)):
-        part = part.strip()[:_MAX_PART]
-        answer = _read_open(part, rule) if is_open else _read_option(part, rule, choices)
+    for rule, part in chain(_find_explicit(text), _find_plain(text)):
+        answer = _read_open(part.strip(), rule) if is_open else _read_option(part.strip(), rule, choices)
         if answer is not None:
             return answer
     return None
@@ -177,95 +196,81 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
 
 def _find_explicit(text: str) -> Iterator[tuple[str, str]]:
     """Yield the rule and the content of explicit statements, the last one first; a joined pair is one content."""
-    statements = sorted({*_find_marks(text), *_find_phrased(text)})[-_MAX_STATEMENTS:]
-    for number in range(len(statements) - 1, -1, -1):
-        one, before = statements[number], statements[number - 1] if number else None
-        if before and before.text != one.text:
-            is_pair = one.rule == "box" == before.rule and _BETWEEN_BOXES.fullmatch(text[before.end : one.start])
-            clause = text[before.content : one.start] if one.rule == "statement" == before.rule else "."
-            if is_pair or (_JOINED.search(clause) and not _SENTENCE_END.search(clause)):
+    statements = islice(_find_statements(text), _MAX_STATEMENTS)
+    one = next(statements, None)
+    while one is not None:
+        before = next(statements, None) if _JOINED.search(text[max(0, one.start - 40) : one.start]) else None
+        if before is not None and before.text != one.text and before.rule == one.rule in ("box", "statement"):
+            between = text[before.end if one.rule == "box" else before.content : one.start]
+            if _JOINED.search(between) and not _SENTENCE_END.search(between):
                 yield one.rule, f"{before.text} or {one.text}"
         lines = one.text.strip().splitlines()
-        if (
-            one.rule == "tag"
-            and len(lines) > 1
-            and not _is_bare(lines)
-            and not (_ITEM.match(lines[0]) and _ITEM.match(lines[-1]))
-        ):
+        is_list = len(lines) > 1 and (_is_bare(lines) or (_ITEM.match(lines[0]) and _ITEM.match(lines[-1])))
+        if one.rule == "tag" and len(lines) > 1 and not is_list:
             yield "tag", lines[-1]
         yield one.rule, one.text
+        one = before or next(statements, None)
 
 
-def _find_marks(text: str) -> Iterator[_Statement]:
-    """Yield boxes, tags, hashes and JSON."""
-    for box in list(_BOX.finditer(text))[-_MAX_STATEMENTS:] if "box" in text else ():
-        rest = text[box.end() :]
-        content = rest.partition("<|end_of_box|>")[0] if box[0][0] == "<" else _read_braces(rest)
-        end = box.end() + len(content)
-        yield _Statement(box.start(), box.end(), end, "box", "" if _TAKEN_BACK.match(text, end) else content)
-    for tag in list(_TAG.finditer(text))[-_MAX_STATEMENTS:] if "<" in text else ():
-        rest = _TAG.split(_TAG_END.split(text[tag.end() :], maxsplit=1)[0], maxsplit=1)[0]
-        if rest.strip():
-            yield _Statement(tag.start(), tag.end(), tag.end() + len(rest), "tag", rest)
-    for hashes in _HASHES.finditer(text) if "####" in text else ():
-        if hashes[1].strip() and len(hashes[1].split()) <= _MAX_WORDS and not hashes[1].strip().endswith(":"):
-            yield _Statement(*hashes.span(), hashes.end(), "hashes", hashes[1])
-    found = _JSON.search(text, max(0, len(text) - _MAX_PART)) if text.rstrip("` \r\n")[-1:] in ("}", "]") else None
+def _find_statements(text: str) -> Iterator[_Statement]:
+    """Yield explicit statements, the last one first."""
+    if (answer := _read_json(text)) is not None:
+        yield _Statement(len(text), len(text), len(text), "json", answer)
+    lowered = text.lower()
+    anchors = [re.escape(anchor) for anchor in _ANCHORS if anchor in lowered]
+    places = {place.start() for anchor in anchors for place in re.finditer(anchor, lowered)}
+    for start in sorted(places, reverse=True)[:_MAX_PLACES]:
+        if mark := _MARK.match(lowered, start):
+            yield from _read_mark(text, mark)
+        opener = _OPENER.match(lowered, start)
+        confirmed = None if opener else _CONFIRMED.match(lowered, start)
+        if not (opener or confirmed):
+            continue
+        clause = re.split(r"[.!?;](?=\s)|[。\n]", text[max(0, start - _MAX_REACH) : start])[-1]
+        if search("conditions", clause) or search("unless", re.split("[,;:]", clause)[-1]):
+            continue
+        if opener:
+            content = _read_line(text, opener.end())
+            is_asked = content.rstrip(MARKS).endswith("?") or search("conditions", _SENTENCE_END.split(content)[0])
+            if not (is_asked or match("points", content)):
+                yield _Statement(start, opener.end(), opener.end(), "statement", content)
+        elif confirmed and ((verb := _IS.search(clause.lower())) or not confirmed[0].isascii()):
+            content = clause[: verb.start()] if verb else clause.rstrip("是为最")
+            yield _Statement(start - len(clause), start, confirmed.end(), "confirmation", content)
+
+
+def _read_mark(text: str, mark: re.Match[str]) -> Iterator[_Statement]:
+    """Yield the content of a box, a tag or hashes, unless it is empty or taken back."""
+    rest = text[mark.end() : mark.end() + 2000]
+    rule = "tag" if mark[0][0] == "<" else "box"
+    if mark[0] == "####":
+        rule, content = "hashes", rest.partition("\n")[0]
+        content = "" if len(content.split()) > _MAX_WORDS or content.strip().endswith(":") else content
+    elif rule == "tag":
+        rule, content = "box" if "box" in mark[0] else "tag", _MARK_END.split(rest, maxsplit=1)[0]
+    else:
+        closed = (number for number, depth in enumerate(accumulate(map(_BRACES.get, rest, repeat(0)))) if depth < 0)
+        content = rest[: next(closed, 0)]
+    end = mark.end() + len(content)
+    if content.strip() and not (rule == "box" and _TAKEN_BACK.match(text, end)):
+        yield _Statement(mark.start(), mark.end(), end, rule, content)
+
+
+_BRACES = {"{": 1, "}": -1}
+
+
+def _read_json(text: str) -> str | None:
+    """Return the answer in JSON at the end of a text: a box, else the value of its only key for answers."""
+    match = _JSON.search(text, max(0, len(text) - 2000)) if text.rstrip("` \r\n")[-1:] in ("}", "]") else None
     with suppress(ValueError):
-        read = json.loads(found[1]) if found else None
+        read = json.loads(match[1]) if match else None
         read = read[0] if isinstance(read, list) and len(read) == 1 else read
         if isinstance(read, dict):
-            answers = next(
-                filter(
-                    None, ([value for key, value in read.items() if key_of.fullmatch(key)] for key_of in _JSON_KEYS)
-                ),
-                [],
-            )
+            found = [[value for key, value in read.items() if re.fullmatch(names, key, re.I)] for names in _JSON_KEYS]
+            answers = next(filter(None, found), [])
             read = answers[0] if len(answers) == 1 else " or ".join(map(str, answers))
-        if found and isinstance(read, str | int | float | list):
-            yield _Statement(found.end(), found.end(), found.end(), "json", str(read))
-
-
-def _read_braces(text: str) -> str:
-    depth = 1
-    for brace in re.finditer(r"[{}]", text):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[: brace.start()]
-    return ""
-
-
-def _find_phrased(text: str) -> Iterator[_Statement]:
-    """Yield the clauses after words such as `the answer is` and before `is correct`."""
-    lowered = text.replace("İ", "i").lower()
-    for anchors, pattern in ((_OPENS, _OPENER), (_CONFIRMS, _CONFIRMED)):
-        matches = sorted(_match_at(anchors, pattern, lowered), key=re.Match.start, reverse=True)
-        for match in matches[:_MAX_STATEMENTS]:
-            start, is_opener = match.start(), pattern is _OPENER
-            clause = re.split(f"{_SENTENCE_END.pattern}|;", text[max(0, start - _MAX_REACH) : start])[-1]
-            if WORDS["conditions"].search(clause) or WORDS["unless"].search(re.split("[,;:]", clause)[-1]):
-                continue
-            if is_opener:
-                content = _read_line(text, match.end())
-                if (
-                    not WORDS["points"].match(content)
-                    and not content.rstrip(MARKS).endswith("?")
-                    and not WORDS["conditions"].search(_SENTENCE_END.split(content)[0])
-                ):
-                    yield _Statement(start, match.end(), match.end(), "statement", content)
-            elif (verb := _IS.search(clause.lower())) or not match[0].isascii():
-                content = clause[: verb.start()] if verb else clause.rstrip("是为最")
-                yield _Statement(start - len(clause), start, match.end(), "confirmation", content)
-
-
-def _match_at(anchors: Sequence[str], pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Yield the last matches of a pattern that starts with an anchor."""
-    for anchor in filter(str.isascii, anchors) if text.isascii() else anchors:
-        place, count = text.rfind(anchor), 0
-        while place >= 0 and count < _MAX_STATEMENTS:
-            if match := pattern.match(text, place):
-                yield match
-            place, count = text.rfind(anchor, 0, place), count + 1
+        return str(read) if isinstance(read, str | int | float | list) else None
+    return None
 
 
 def _read_line(text: str, start: int) -> str:
@@ -274,208 +279,148 @@ def _read_line(text: str, start: int) -> str:
     leading: Any = _LEADING.match(chunk)
     line, _, further = chunk[leading.end() :].partition("\n")
     following = further.lstrip().partition("\n")[0]
-    return f"{line}; {following}" if _ITEM.fullmatch(following) or WORDS["joins"].match(following) else line
+    return f"{line}; {following}" if _ITEM.fullmatch(following) or match("joins", following) else line
 
 
-def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the last line, the first and the last sentence; lines of a list are one part."""
-    while courtesy := WORDS["courtesies"].search(text, max(0, len(text) - _MAX_REACH)):
-        text = text[: courtesy.start()]
-    lines = [line for line in text.splitlines() if re.search(r"\w", line)]
-    while len(lines) > 1 and WORDS["reasons"].match(lines[-1].lstrip(MARKS)):
-        lines.pop()
+def _find_plain(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the last line, the first and the last sentence, without courtesies; lines of a list are none."""
+    lines = [line for line in text[-2 * _MAX_REACH :].splitlines() if re.search(r"\w", line)]
+    sentences: list[str] = []
+    while lines and not sentences:
+        ends = [0, *(end.end() for end in _SENTENCE_END.finditer(lines[-1])), len(lines[-1])]
+        sentences = [lines[-1][start:end] for start, end in pairwise(ends) if strip_wrapping(lines[-1][start:end])]
+        while sentences and match("courtesies", sentences[-1].lstrip(MARKS)):
+            sentences.pop()
+        if not sentences or (len(lines) > 1 and match("reasons", lines[-1].lstrip(MARKS))):
+            lines.pop()
+            sentences = []
     if not lines:
         return
-    is_alone = _ITEM.fullmatch(lines[-1]) and not any(map(_ITEM.fullmatch, lines[:-1]))  # a letter behind a list
-    letters = {item[1].upper() for item in map(_ITEM.match, lines[-2:]) if item}
-    is_listed = len({*map(strip_article, lines[-2:])} & {*map(strip_article, choices)}) > 1
-    if is_listed or (len(letters) > 1 and not is_alone):
+    line, items = "".join(sentences), [item[1].upper() for item in map(_ITEM.match, lines[-2:]) if item]
+    is_alone = _ITEM.fullmatch(line) and not any(map(_ITEM.fullmatch, lines[:-1]))  # a letter behind a list
+    if not is_alone and (len({*items}) > 1 or (_is_bare(lines) and len(text) < _MAX_REACH)):
         return
-    if _is_bare(lines) and lines[-1] not in lines[:-1] and not is_alone:
-        yield "line", ", ".join(dict.fromkeys(_BULLETS.sub("", line.strip()) for line in lines[-_MAX_STATEMENTS:]))
-        return
-    yield "line", lines[-1]
-    if len(lines) > 1 and not lines[0].rstrip(MARKS).endswith(":"):
-        yield "first line", lines[0]
-    ends = [
-        0,
-        *(end.end() for end in _SENTENCE_END.finditer(lines[-1]) if not _LONE_LETTER.search(lines[-1], 0, end.start())),
-    ]
-    while len(ends) > 1 and (
-        not strip_wrapping(last := lines[-1][ends[-1] :]) or WORDS["comments"].match(last.lstrip(MARKS))
-    ):
-        lines[-1] = lines[-1][: ends.pop()]
-    yield "sentence", lines[-1][ends[-1] :]
+    yield "line", line
+    first = text[:_MAX_REACH].strip().partition("\n")[0]
+    if len(lines) > 1 and not first.rstrip(MARKS).endswith(":"):
+        yield "first line", first
+    while len(sentences) > 1 and match("comments", sentences[-1].lstrip(MARKS)):
+        sentences.pop()
+    yield "sentence", sentences[-1]
 
 
 def _is_bare(lines: Sequence[str]) -> bool:
     """Whether lines are nothing but several parts of a few words."""
-    return len(lines) > 1 and all(_BARE.fullmatch(line) and not WORDS["verbs"].search(line) for line in lines)
-
-
-_ITEM = re.compile(r"[\s*>-]*(?:[Oo]ption\s)?\(?([A-Ja-j])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)")
-_LONE_LETTER = re.compile(r"\b[A-J]\Z")
-_LETTER = (
-    r"(?<![A-Za-z0-9_'’^\\=])(?:[A-J](?![A-Za-z0-9_'’^+]|\s?=)"
-    r"(?![\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選项項是为正因和或对不错也で입]))|(?<=[(\[])[a-j](?=\s?[)\]]))"
-)
-_HEAD = re.compile(rf"[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:[).:]|\Z)))[\s*_`\"'”)\]}}$]*")
-_NAMED_LETTER = re.compile(
-    rf"(?:(?<![A-Za-z0-9])[(\[]\s?|\b(?:[Oo]ption|[Cc]hoice|[Ll]etter)\s[(\"'*]*|选项\s?)({_LETTER})"
-)
-_OTHER_LETTER = re.compile(_LETTER)
-_WORD_BEHIND = re.compile(
-    r"\s+(?!(?:or|and|nor|is|are|was|because|since|as|which|with|but|then|here)\b)[A-Za-z]{2}|\s+[a-z]\b"
-)
-_STOP_BEHIND = re.compile(r"\s*(?:[.:)、。,;(!-]|\Z|because\b|since\b|因为|选项|项)")
-_ALSO = re.compile(  # another option behind the sentence of the first
-    rf"[\s.。!;,]*(?i:or|and|maybe|perhaps|also|或者?|也|和)?[\s(*]*(?:[Oo]ption )?({_LETTER})[\s)*]*"
-    r"(?:[.!。,;]|\Z|也|(?:is|may|might|could|would)(?: also| be)* (?:possible|right|correct))"
-)
-_WITHDRAWN = re.compile(
-    r"\W*(?:(?:is|was|that is|that['’]s|which is) )?(?:clearly )?(?:wrong|incorrect|false|not (?:right|correct|true)"
-    r"|(?:选项|项)?(?:的(?:说法|描述))?是?(?:错|不)|\+|的(?!说法|描述)|ではあり|ではな|아니)"
-)
-_NO_LATER = re.compile(
-    r"[\s\S]*\b(?:that|this|which)(?:['’]s| is| was) (?:clearly )?(?:wrong|incorrect|false|a mistake)"
-)
-_LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
-_SEGMENT_END = re.compile(r"[。;\n]|[.](?!\d)|\s[-–—]\s|(?=,)|(?<=\S)\s*(?=\()")
-_TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no spaces
-    rf"[)\]*_`\"'”]{{0,4}}(?:\s*[.:)、。,;(!/]|\s+[-–—]\s|\s*$|\s+(?:or|and)\b|(?a:{WORDS['places'].pattern}))|[\u4e00-\u9fff]",
-    re.IGNORECASE,
-)
-_AGREES = re.compile(r"\b(?:is|are|was|were|does|do|did|has|have|can) ?n(?:o|['’])t\b")  # No, it is not.
+    return len(lines) > 1 and all(_BARE.fullmatch(line) and not search("verbs", line) for line in lines)
 
 
 def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
     """Return the option that a part names: as a whole, by its letter, or by its text."""
-    whole = strip_wrapping(part)
-    is_letter = whole.upper() in LETTERS[: len(choices)]
-    exact = {i for i, choice in enumerate(choices) if not is_letter and strip_article(choice) == strip_article(whole)}
-    named: set[int] | None = exact if len(exact) == 1 and not whole.endswith("?") else None
     text = _LATEX.sub(r"\1", cut_fillers(_BULLETS.sub("", part.strip(MARKS))))
-    if named is None and rule != "sentence":
-        named = _read_letter(text, rule, choices)
+    head = None if rule == "sentence" else _HEAD.match(text)
+    if "line" in rule and not head and len(text) > max(map(len, choices), default=0) + _MAX_LINE:
+        return None
+    whole, named = strip_wrapping(part), None
+    if whole.upper() not in LETTERS[: len(choices)] and not whole.endswith("?"):
+        words = strip_article(whole)
+        exact = {index for index, choice in enumerate(choices) if strip_article(choice) == words}
+        named = exact if len(exact) == 1 else None
+    if named is None and head:
+        named = _read_letter(text, head, rule, choices)
     if named is None:
-        sentence = _first_sentence(text) if rule == "statement" else text
-        named = _read_texts(sentence, part if sentence == text else sentence, rule, choices)
+        named = _read_texts(_first_sentence(text) if rule == "statement" else text, rule, choices)
     if named and len(named) == 1:
         return Answer(rule.removeprefix("first "), part, min(named))
-    is_explicit = rule in ("box", "hashes", "json", "tag") or (
-        rule == "statement" and 0 < len(whole.split()) <= _MAX_WORDS
-    )
-    if named is None and not is_explicit:
+    is_short = rule == "statement" and 0 < len(whole.split()) <= _MAX_WORDS
+    if named is None and not (is_short or rule in ("box", "hashes", "json", "tag")):
         return None
-    return Answer(rule, part, excluded=_DENIED if named == set() else _TWO if named else "no option")
+    return Answer(rule, part, excluded="two answers" if named else "no option" if named is None else "a denial")
 
 
-def _read_letter(text: str, rule: str, choices: Sequence[str]) -> set[int] | None:
-    """Return the options of a clause that begins with a letter; none if it takes them back, None without a letter."""
-    head = _HEAD.match(text)
-    if head is None:
-        return None
-    index, behind = LETTERS.index(head[1].upper()), text[head.end() :]
+def _read_letter(text: str, head: re.Match[str], rule: str, choices: Sequence[str]) -> set[int] | None:
+    """Return the options of a clause that begins with a letter; none if it takes them back, None if that is a word."""
+    index, tail = LETTERS.index(head[1].upper()), text[head.end() :]
     own = choices[index] if index < len(choices) else ""
-    body = re.sub(r"^(?:[)\]\s*_`.:;,。]|[-–—]\s|\\[ ,;!]|~)+", "", behind)
+    body = _LABEL_END.sub("", tail)
     rest = _compile_choice(own).match(body) if own else None
-    if rest is None and head[1] in "AI" and head.end(1) < len(text) and _WORD_BEHIND.match(text, head.end(1)):
+    if rest is None and head[1] in "AI" and head.end(1) < len(text) and not re.match(_WORD_BEHIND, text[head.end(1) :]):
         return None
     if choices and index >= len(choices):
         return set()
     if rest is None and own and body:
-        segments = [body[: end.start()] for end in _SEGMENT_END.finditer(body[:_MAX_REACH])][:3] + [body]
-        same = next(filter(None, (_find_same(segment, choices) for segment in segments if segment)), set())
+        segment = re.split(r"[。;,\n]|[.](?!\d)|\s[-–—]\s|\s\(", body[:_MAX_REACH])[0]
+        same = _find_same(segment, choices) or _find_same(body[:_MAX_REACH], choices)
         if same and index not in same:
             return same | {index}
-        if not same and is_value(segments[0]) and is_value(own):
+        if not same and is_value(segment) and is_value(own):
             return set()
-    tail = body[rest.end() :] if rest else behind
-    if _WITHDRAWN.match(tail) or WORDS["bounds"].match(tail.lstrip()) or _NO_LATER.match(tail[:_MAX_REACH]):
+    tail = body[rest.end() :] if rest else tail
+    if tail and (_WITHDRAWN.match(tail) or match("bounds", tail.lstrip())):
         return set()
     end = _SENTENCE_END.search(tail)
-    first, further = (tail[: end.start()], tail[end.end() :]) if end else (tail, "")
-    first = cut_reason(f"x {first}")[2:]
-    others = [first[other.start()] for other in _OTHER_LETTER.finditer(first) if not _is_word(first, other)]
+    first = cut_reason(f"x {tail[: end.start()] if end else tail}")[2:]
+    others = _OTHER_LETTER.findall(first)
+    further = tail[end.end() :] if end else ""
     if also := _ALSO.match(further) or (_ITEM.match(further) if rule in ("tag", "box", "json") else None):
         others.append(also[1])
     named = {index, *(LETTERS.index(letter.upper()) for letter in others)}
-    if WORDS["joins"].search(first[:40]) or re.match(r"\s*(?:and|&|/|和)\s", first):
+    if search("joins", first[:40]) or re.match(r"\s*(?:and|&|/|和)\s", first):
         named |= {place for _, _, place in _find_texts(first, choices)} or {index, -1}
     is_stopped = _STOP_BEHIND.match(text, head.end()) or text[head.end() - 1] in ")].:"
-    if rest is None and rule in ("line", "first line") and not is_stopped and len(named) == 1:
-        return None
-    return named
+    return None if rest is None and "line" in rule and not is_stopped and len(named) == 1 else named
 
 
-def _is_word(text: str, letter: re.Match[str]) -> bool:
-    return letter[0] in "AI" and bool(_WORD_BEHIND.match(text, letter.end()))
-
-
-def _read_texts(text: str, part: str, rule: str, choices: Sequence[str]) -> set[int] | None:
+def _read_texts(text: str, rule: str, choices: Sequence[str]) -> set[int] | None:
     """Return the options that a clause names by words or a letter in it; none if it denies, None if it names none."""
-    polarities, said = [POLARITY.get(normalise(choice)) for choice in choices], find_polarity(text)
-    if choices and all(polarities) and len(said) == 2:
-        return {0, 1}
-    if choices and all(polarities) and said and said <= {*polarities}:
-        denied = _AGREES.sub("", text) if "no" in said else text
-        return None if WORDS["refuses"].search(denied) else {polarities.index(min(said))}
-    if rule in ("line", "first line"):
-        if len(text) > max(map(len, choices), default=0) + _MAX_LINE:
-            return None
-        first = re.split(r"\s[-–—]\s|: |\. |\s\((?!or\b|alternatively|maybe|或|也)", cut_reason(text))[0]
-        same = _find_same(first, choices) or (_find_same(part, choices) if len(part.split()) <= _MAX_WORDS else set())
-        others = {index for *_, index in _find_texts(text, choices)}
-        others |= {index for piece in re.split("[,;、]", text[:_MAX_REACH]) for index in _find_same(piece, choices)}
-        return same | others if same else None
-    head = WORDS["so"].split(cut_reason(text))[-1]
-    if not head.strip():
-        return None
-    verb = max((match.end() for match in WORDS["verbs"].finditer(head)), default=0)
+    polarities = [POLARITY.get(normalise(choice)) for choice in choices]
+    if choices and all(polarities) and (said := find_polarity(text)):
+        is_one = len(said) == 1 and said <= {*polarities} and not search("refuses", text)
+        return {polarities.index(*said)} if is_one else set()
+    if search("conditions", text):
+        return set()
+    head = behind("so", cut_reason(text))
     texts = _find_texts(head, choices)
-    if len({index for start, end, index in texts if start >= verb and not _is_denied(head, start, end)}) > 1:
-        return {index for *_, index in texts}
+    if "line" in rule:
+        same = _find_same(re.split(r"\s[-–—]\s|: |\. |\s\((?!or\b|alternatively|maybe|或|也)", head)[0], choices)
+        others = {index for piece in re.split("[,;、]", text[:_MAX_REACH])[1:] for index in _find_same(piece, choices)}
+        return same | others | {index for *_, index in texts} if same else None
+    stated = behind("verbs", head)
+    verb = len(head) - len(stated)
     places = [place for place in texts if rule != "sentence" or _TEXT_END.match(head, place[1])]
     letters = [(*m.span(1), LETTERS.index(m[1].upper())) for m in _NAMED_LETTER.finditer(head)]
-    last = _HEAD.fullmatch(cut_fillers(WORDS["verbs"].split(head)[-1]).rstrip(STOPS + " "))
-    if last and not letters and (rule != "sentence" or WORDS["verbs"].search(head) or "选" in head):
+    last = _HEAD.fullmatch(cut_fillers(stated).rstrip(STOPS + " "))
+    if last and not letters and (rule != "sentence" or verb or "选" in head):
         letters = [(head.rfind(last[1]), len(head), LETTERS.index(last[1].upper()))]
-    others = {LETTERS.index(m[0].upper()) for m in _OTHER_LETTER.finditer(head) if not _is_word(head, m)}
-    if letters and not texts and re.search(r"\bto\b|到", head) and len(others) > 1:  # from (D) to B
-        return others
     places = sorted(places + [place for place in letters if place[2] < (len(choices) or len(LETTERS))])
     if not places:
-        same = _find_same(part, choices)
-        return None if texts or not same or why_no_value(text) else same
-    stated = [place for place in places if place[0] >= verb] or places
-    named = {index for start, end, index in stated if not _is_denied(head, start, end)}
-    rest = head
-    for start, end, _ in reversed(stated):
-        rest = rest[:start] + rest[end:]
-    if WORDS["refuses"].search(rest) or WORDS["supposes"].search(text) or not named:
+        return None if all(map(_words_of, choices)) or why_no_value(text) else _find_same(text, choices) or None
+    places = [place for place in places if place[0] >= verb] or places
+    named = {index for start, end, index in places if not _is_denied(head, start, end)}
+    rest = "x".join(head[end:start] for (_, end, _), (start, _, _) in pairwise([(0, 0, 0), *places, (len(head), 0, 0)]))
+    if not named or search("refuses", rest):
         return set()
-    start, end, _ = stated[0]
-    is_joined = _JOINED.search(head[:start].rstrip("(*")) or re.match(
-        r"[)*\s]*(?:[/&|;、]|or\b|and\b|或|和)\s*\S", head[end:]
-    )
-    behind = text[len(cut_reason(text)) :].strip(" ,;")
-    pieces = (*re.split("[,;、]", rest[:_MAX_REACH]), behind)
-    return named | ({-1} if is_joined or any(_find_same(piece, choices) - named for piece in pieces) else set())
+    named |= {
+        index
+        for piece in [*re.split("[,;、x]", rest), text[len(cut_reason(text)) :].strip(" ,;")]
+        for index in _find_same(piece, choices)
+    }
+    is_joined = re.search(r"x[)*\s]*(?:[/&|;、]|or\b|and\b|或|和)\s*\S|(?:[/&|;、]|\b(?:and|or)|或|和) ?[(*]*x", rest)
+    return named | ({-1} if is_joined else set())
 
 
 def _is_denied(text: str, start: int, end: int) -> bool:
     """Whether the clause of an option denies it, or compares something with it."""
     before = re.split(r"[,;:。]", text[max(0, start - 40) : start])[-1]
-    is_denied = WORDS["denies"].search(before) or WORDS["bounds"].search(WORDS["verbs"].split(before)[-1])
-    return bool(is_denied or _WITHDRAWN.match(text, end) or WORDS["bounds"].match(text[end:].lstrip(")* ")))
+    is_denied = search("denies", before) or search("bounds", behind("verbs", before))
+    return bool(is_denied or _WITHDRAWN.match(text, end) or match("bounds", text[end:].lstrip(")* ")))
 
 
 def _find_same(text: str, choices: Sequence[str]) -> set[int]:
     """Return the options that are the same answer as `text`: the same text, else the same value."""
-    text, words = text.strip(MARKS), fold(text)
-    likely = {index: choice for index, choice in enumerate(choices) if _words_of(choice) in words}
-    same = {index for index, choice in likely.items() if strip_article(choice) == strip_article(text)}
-    return same or {index for index, choice in likely.items() if is_same_open_answer(choice, text)}
+    words = strip_article(text)
+    same = {index for index, choice in enumerate(choices) if strip_article(choice) == words}
+    values = [] if same else [index for index, choice in enumerate(choices) if not _words_of(choice)]
+    return same or {index for index in values if is_same_open_answer(choices[index], text.strip(MARKS))}
 
 
 @lru_cache(4096)
@@ -489,15 +434,15 @@ def _words_of(choice: str) -> str:
 def _find_texts(text: str, choices: Sequence[str]) -> list[tuple[int, int, int]]:
     """Return start, end and index of the options' words, the longest ones; numbers and formulas have none."""
     places = [
-        (*match.span(), index)
+        (*place.span(), index)
         for index, choice in enumerate(choices)
         if re.search(r"[^\W\d_]{2}|[\u4e00-\u9fff]", choice) and read_quantity(choice) is None and "\\" not in choice
-        for match in _compile_choice(choice).finditer(text)
+        for place in _compile_choice(choice).finditer(text)
     ]
     return [p for p in places if not any(o[0] <= p[0] and p[1] <= o[1] and o[1] - o[0] > p[1] - p[0] for o in places)]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(4096)
 def _compile_choice(choice: str) -> re.Pattern[str]:
     words = r"\s+".join(map(re.escape, _LATEX.sub(r"\1", to_half_width(strip_wrapping(choice))).split()))
     return re.compile(rf"(?<![A-Za-z0-9])(?<!\w-){words or '(?!)'}(?![A-Za-z0-9]|[.,]\d)", re.IGNORECASE)
@@ -505,13 +450,14 @@ def _compile_choice(choice: str) -> re.Pattern[str]:
 
 def _read_open(part: str, rule: str) -> Answer | None:
     """Return the open answer that a part states, or None. A line counts if it is short, or says Yes or No."""
+    part = _first_sentence(part) if rule == "statement" else part
     part = _BULLETS.sub("", strip_wrapping(part) if rule in ("box", "tag") else part)
-    if rule == "statement":
-        part = _first_sentence(part)
+    if read_quantity(strip_wrapping(part)):
+        return Answer(rule.removeprefix("first "), part, value=part)
     is_long = len(part.split()) > _MAX_WORDS or len(part) > _MAX_LINE
-    if rule == "confirmation" or not strip_wrapping(part) or (rule == "line" and is_long and not find_polarity(part)):
+    if rule == "confirmation" or not strip_wrapping(part):
         return None
-    if rule == "first line" and (is_long or not (find_polarity(part) or read_quantity(strip_wrapping(part)))):
+    if "line" in rule and not find_polarity(part) and (is_long or rule != "line"):
         return None
     return Answer(rule.removeprefix("first "), part, value=part, excluded=why_no_value(part))
 
@@ -520,7 +466,7 @@ def _first_sentence(text: str) -> str:
     """Return the first sentence of `text`, with those behind it that join another answer."""
     for end in _SENTENCE_END.finditer(text):
         behind = text[end.end() :].lstrip(MARKS)
-        if not (WORDS["joins"].match(behind) or read_quantity(strip_wrapping(_SENTENCE_END.split(behind)[0]))):
+        if not (match("joins", behind) or read_quantity(strip_wrapping(_SENTENCE_END.split(behind)[0]))):
             return text[: end.end()]
     return text
 
@@ -598,8 +544,7 @@ def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
         word = "yes" if solution else "no"
         solution = next((option for option in options if POLARITY.get(normalise(option)) == word), word)
     if isinstance(solution, str):
-        tag = list(_TAG.finditer(solution))[-1:]
-        solution = (_TAG_END.split(solution[tag[0].end() :])[0] if tag else solution).strip()
+        solution = re.sub(r"(?i)^.*<answer>|</answer>.*", "", solution, flags=re.DOTALL).strip()
     if solution == "" or not (isinstance(solution, str) or _is_number(solution)):
         raise RewardError(f"solution is {excerpt(solution)}: give the right answer, a text or a number")
     if not options:
@@ -613,9 +558,9 @@ def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
 
 @lru_cache(4096)
 def _resolve_open(text: str) -> Solution:
-    found = stated_answer(text, is_open=True)
-    if found is not None and found.rule in ("box", "hashes", "statement") and strip_wrapping(found.part):
-        text = strip_wrapping(cut_reason(found.part))
+    rule, part = next(_find_explicit(to_half_width(text)), ("", ""))
+    if rule in ("box", "hashes", "statement") and strip_wrapping(part):
+        text = strip_wrapping(cut_reason(_first_sentence(part) if rule == "statement" else part))
     elif len(text.split()) > _MAX_GOLD_WORDS:
         raise RewardError(f"solution is {excerpt(text)}, which states no answer: give it alone, or in \\boxed{{}}")
     letter = _GOLD_LETTER.fullmatch(strip_wrapping(to_half_width(text)))

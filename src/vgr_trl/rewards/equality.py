@@ -8,13 +8,13 @@ from functools import lru_cache
 from vgr_trl.processes import limit_seconds
 from vgr_trl.rewards.phrases import (
     POLARITY,
-    WORDS,
     bracket_depths,
     cut_fillers,
     find_phrases,
     normalise,
     read_quantity,
     read_unit,
+    search,
     simplify_units,
     split_list,
     strip_article,
@@ -29,12 +29,10 @@ _LATEX_SIGNS = {
     "!=": r"\neq ", ">=": r"\geq ", "<=": r"\leq ", "²": "^{2}", "³": "^{3}",
     "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\displaystyle": "",
 }  # fmt: skip
-_COMMANDS = (
-    "frac|sqrt|pi|cdot|times|div|pm|infty|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|sin|cos|tan|cot|log|ln|exp|"
-    "circ|leq|geq|neq|le|ge|ne|lt|gt|cup|cap"
-)
 _FORMULA = re.compile(
-    rf"(?:\\(?:{_COMMANDS})(?![A-Za-z])|\\[{{}}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[0-9.+\-*/^=<>(){{}}\[\],|_ ])+"
+    r"(?:\\(?:frac|sqrt|pi|cdot|times|div|pm|infty|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|sin|cos|tan|cot|log|ln"
+    r"|exp|circ|leq|geq|neq|le|ge|ne|lt|gt|cup|cap)(?![A-Za-z])|\\[{}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])"
+    r"|[0-9.+\-*/^=<>(){}\[\],|_ ])+"
 )
 _MATH_SIGN = re.compile(r"[0-9\\+*^=<>/√π∞θαβ°×·÷±≤≥≠²³]|pi|sqrt")
 _NOT_ONE_EXPRESSION = re.compile(
@@ -42,27 +40,21 @@ _NOT_ONE_EXPRESSION = re.compile(
 )
 _INFINITE_BOUND = re.compile(r"(?:^|(?<=[(\[,<>]))\s*[+-]?\s*\\infty\s*(?=[,)\]<>]|$)")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
-_LAST_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]$")
 _EXPONENT = re.compile(r"\^\s*(?:\{([^{}^]*)\}|([A-Za-z0-9])|(-\d)|\\circ)")
-_PRODUCT = re.compile(r"(?<![A-Za-z\\])([A-Za-z])(?=[a-z](?![A-Za-z]))")
-_NAME = re.compile(  # x, AB, \angle ABC, S_1, f(x), Area: no product such as 2x or ab
-    r"(?=\s*[^\d\s])\s*(?:(?:m?\\(?:angle|triangle|overline|vec)\s?|\\?(?:sin|cos|tan|cot)\s?|[∠△]|[A-Za-z]{4,}\s)\{?)?"
-    r"(?:[A-Z]{1,4}|[a-zθαβγφ]|\\(?:theta|alpha|beta|gamma|phi)|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z]\))?\s*"
-    r"|\s*[fghpFGHP]\(-?\d+\)\s*|(?=.*(?:[A-Za-z]{4}|[\u4e00-\u9fff]{2}))(?:[^\W\d]| )+"
+_NAME = re.compile(  # x, AB, \angle ABC, S_1, f(x), f(2), Area: no product such as 2x or ab
+    r"(?=\s*[^\d\s])\s*(?:m?\\(?:angle|triangle|overline|vec)\s?\{?|\\?(?:sin|cos|tan)\s?|[∠△]|[A-Za-z]{4,}\s)?"
+    r"(?:[A-Z]{1,4}|[a-zθαβγφ]|\\(?:theta|alpha|beta|gamma|phi)|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z\d]\))?\s*"
+    r"|(?=.*(?:[A-Za-z]{4}|[\u4e00-\u9fff]{2}))(?:[^\W\d]| )+"
 )
 _FORMULA_UNIT = re.compile(
-    r"(.*?[\d)}πa-z])(\s*)((?<![A-Za-z\\])(?:(?:square|cubic|sq\.?) )?[A-Za-zμΩ]+"
-    r"(?:\s?\^\s?\{?[23]\}?)?|(?<=[\d)}π])[\u4e00-\u9fff]+)"
+    r"(.*?[\d)}πa-z])\s*((?<![A-Za-z\\])(?:(?:square|cubic|sq\.?) )?[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|[\u4e00-\u9fff]+)"
 )
 _AND = re.compile(r",?\s+and\s+|\s*(?:→|->|;)\s*|(?<=[\u4e00-\u9fff])和", re.IGNORECASE)
 _OPERATION = re.compile(r"[-−+*/^=×÷·(√π≈\\]|sqrt|\bpi\b")
-_TIGHT = re.compile(r"(?<=\d) (?=[a-z°])|(?<=\d) ?(?=:)|(?<=:) ?(?=\d)")  # spaces in 5 m and 1 : 2
-_TIME = re.compile(r"(上午|下午|早上|晚上)?(\d{1,2})(?::|[点时])(\d{2})分? ?(?:([ap])\.?m\.?)?")
 _MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
 _DATE = re.compile(
-    rf"(?:(?P<day>\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ?)?(?P<month>{'|'.join(_MONTHS)})[a-z]*\.?"
-    r"(?: (?P<day2>\d{1,2})(?:st|nd|rd|th)?)?(?:,? (?P<year>\d{4}))?"
-    r"|(?P<year2>\d{4})(?:[-/.]|年)(?P<number>\d{1,2})(?:[-/.]|月)(?P<day3>\d{1,2})日?"
+    rf"(?:(\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ?)?({'|'.join(_MONTHS)})[a-z]*\.?(?: (\d{{1,2}})(?:st|nd|rd|th)?)?"
+    r"(?:,? (\d{4}))?|(\d{4})(?:[-/.]|年)(\d{1,2})(?:[-/.]|月)(\d{1,2})日?"
 )
 
 
@@ -89,9 +81,8 @@ def is_literal(gold: str) -> bool:
 def is_value(text: str) -> bool:
     """Return whether a text is a number or a formula."""
     text = strip_wrapping(to_half_width(text))
-    return read_quantity(text) is not None or bool(
-        _MATH_SIGN.search(text) and _is_formula(_to_latex(_split_unit(text)[0]))
-    )
+    is_formula = _MATH_SIGN.search(text) and _is_formula(_to_latex(_split_unit(text)[0]))
+    return bool(is_formula) or read_quantity(text) is not None
 
 
 @lru_cache(4096)
@@ -110,10 +101,15 @@ def is_same_value(gold: str, answer: str) -> bool:
     words = strip_article(gold), strip_article(answer)
     if len({POLARITY.get(text, text) for text in words}) == 1:
         return True
-    if not (first or _MATH_SIGN.search(gold) or re.search("[,、]", gold) or "=" in answer):  # words that differ
+    if first is not None and not _OPERATION.search(answer):  # a number, and a sentence with one
         return False
-    plain = [re.sub(r"\s", "", text) if "\\" in text else _TIGHT.sub("", text) for text in words]
-    if _is_same_time(*plain) or len({_read_date(text) or text for text in plain}) == 1:
+    if not (first or _MATH_SIGN.search(gold) or re.search("[,、]", gold) or "=" in answer):  # words
+        return False
+    plain = [
+        re.sub(r"\s" if "\\" in text else r"(?<=\d) (?=[a-z°])|(?<=\d) ?(?=:)|(?<=:) ?(?=\d)", "", text)
+        for text in words
+    ]
+    if len({_read_date(text) or text for text in plain}) == 1:
         return True
     if gold.startswith("[") != answer.startswith("["):  # a list with its brackets, and one without or with others
         is_long = min(gold.count(","), answer.count(",")) > 1
@@ -122,14 +118,12 @@ def is_same_value(gold: str, answer: str) -> bool:
     answers = split_list(_AND.sub(",", answer) if len(golds) > 1 else answer)
     if len(golds) > 1 and len(golds) == len(answers):
         return all(is_same_value(*pair) for pair in zip(golds, answers, strict=True))
-    if first is not None and not _OPERATION.search(answer):  # a number, and a sentence with one
-        return False
     return len(golds) == len(answers) and _is_same_expression(gold, answer)
 
 
 def _is_same_expression(gold: str, answer: str) -> bool:
     answer = re.sub(r"≈|\\approx(?![a-z])", "=", answer)
-    if WORDS["joins"].search(answer):  # x = 3 or x = 5
+    if search("joins", answer):  # x = 3 or x = 5
         return False
     if "=" not in gold and "=" in answer and not re.search(r"[<>!]", answer):  # 24*24 = 576
         *others, last = answer.split("=")
@@ -138,56 +132,43 @@ def _is_same_expression(gold: str, answer: str) -> bool:
     if max(len(gold), len(answer)) > 200 or not (_MATH_SIGN.search(gold) and _MATH_SIGN.search(answer)):
         return False
     (gold, unit), (answer, other) = _split_unit(gold), _split_unit(answer)
-    if unit and other and unit != other:
-        return False
     gold, answer = _to_latex(gold), _to_latex(answer)
     if "=" not in answer and gold.count("=") == 1 and _NAME.fullmatch(gold.partition("=")[0]):
         return is_same_value(gold.partition("=")[2], answer)
-    if set(_VARIABLE.findall(gold)) != set(_VARIABLE.findall(answer)):  # math-verify takes letters for units: 3m for 3
-        return False
-    if any(gold.count(sign) != answer.count(sign) for sign in ("=", "\\pm")):
-        return False
-    return _is_formula(gold) and _is_formula(answer) and is_same_formula(gold, answer)
+    return (
+        not (unit and other and unit != other)
+        and {*_VARIABLE.findall(gold)} == {*_VARIABLE.findall(answer)}  # math-verify takes letters for units: 3m for 3
+        and all(gold.count(sign) == answer.count(sign) for sign in ("=", "\\pm"))
+        and _is_formula(gold)
+        and _is_formula(answer)
+        and is_same_formula(gold, answer)
+    )
 
 
 def _split_unit(text: str) -> tuple[str, str | None]:
     """Return a formula and the unit behind it, None if it has none."""
     text = simplify_units(text)
     if (match := _FORMULA_UNIT.fullmatch(text)) and re.search(r"[√π\\]", match[1]):
-        unit = read_unit(match[3], attached=len(match[3]) == 1)
+        unit = read_unit(match[2], attached=len(match[2]) == 1)
         return (match[1], unit) if unit else (text, None)
     return text, None
-
-
-def _is_same_time(gold: str, answer: str) -> bool:
-    """Return whether two times of a clock are the same; the half of the day may be missing on one side."""
-    times = [_TIME.fullmatch(text) for text in (gold, answer)]
-    if not all(times):
-        return False
-    written = [(int(time[2]), time[3]) for time in times if time]
-    halves = [(time[1] in ("下午", "晚上") or time[4] == "p") if time[1] or time[4] else None for time in times if time]
-    full = [
-        time if half is None else (time[0] % 12 + 12 * half, time[1])
-        for time, half in zip(written, halves, strict=True)
-    ]
-    return full[0] == full[1] or (None in halves and written[0] == written[1])
 
 
 def _read_date(text: str) -> tuple[int, int, int] | None:
     """Return (year, month, day) of a date that names its month or begins with its year; a year that is missing is 0."""
     match = _DATE.fullmatch(text)
-    day = match and (match["day"] or match["day2"] or match["day3"])
+    day = match and (match[1] or match[3] or match[7])
     if match is None or day is None:
         return None
-    month = int(match["number"]) if match["number"] else _MONTHS.index(match["month"]) + 1
-    return int(match["year"] or match["year2"] or 0), month, int(day)
+    return int(match[4] or match[5] or 0), int(match[6] or _MONTHS.index(match[2]) + 1), int(day)
 
 
 def _to_latex(text: str) -> str:
     for sign, latex in _LATEX_SIGNS.items():
         text = text.replace(sign, latex)
     text = re.sub(r"√\s?(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|\w))", r"\\sqrt{\1\2\3}", text)
-    text = _PRODUCT.sub(r"\1 ", text) if re.search(r"[=^\\]", text) else text
+    if re.search(r"[=^\\]", text):  # a product of two variables
+        text = re.sub(r"(?<![A-Za-z\\])([A-Za-z])(?=[a-z](?![A-Za-z]))", r"\1 ", text)
     text = re.sub(r"(?<![A-Za-z\\])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
     return re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text).strip()
 
@@ -197,9 +178,8 @@ def _is_side(side: str, value: str, is_named: bool) -> bool:
     if _NAME.fullmatch(simplify_units(side)):  # not: Suppose x = 5, two = 5
         return not (why_no_value(side) or any(read_quantity(word) for word in side.split() if word.isalpha()))
     read, number = read_quantity(side), read_quantity(value)
-    return (is_named or not re.search(r"(?<![A-Za-z\\])[A-Za-z]", side)) and (
-        read is None or number is None or read.equals(number)
-    )
+    is_computed = is_named or not re.search(r"(?<![A-Za-z\\])[A-Za-z]", side)
+    return is_computed and (read is None or number is None or read.equals(number))
 
 
 def _is_formula(text: str) -> bool:
@@ -243,13 +223,12 @@ def is_same_formula(gold: str, answer: str) -> bool:
 
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    gold, answer = (
+        text + "+0" * bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text)) for text in (gold, answer)
+    )  # no unit
+    options = {"extraction_config": [LatexExtractionConfig()], "fallback_mode": "no_fallback", "parsing_timeout": None}
     try:
         with limit_seconds(_VERIFY_SECONDS, TimeoutException):
-            gold, answer = (text + "+0" * bool(_LAST_VARIABLE.search(text)) for text in (gold, answer))  # no unit
-            parsed = [
-                parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
-                for text in (gold, answer)
-            ]
-            return bool(verify(*parsed, timeout_seconds=None))
+            return bool(verify(*(parse(f"${text}$", **options) for text in (gold, answer)), timeout_seconds=None))
     except (Exception, TimeoutException):
         return False
