@@ -318,7 +318,8 @@ def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
     """Return the option that a part names: as a whole, by its letter, or by its text."""
     text = _LATEX.sub(r"\1", cut_fillers(_BULLETS.sub("", part.strip(MARKS))))
     head = None if rule == "sentence" else _HEAD.match(text)
-    if "line" in rule and not head and len(text) > max(map(len, choices), default=0) + _MAX_LINE:
+    is_open = not any(normalise(choice) in POLARITY for choice in choices)
+    if "line" in rule and not head and is_open and len(text) > max(map(len, choices), default=0) + _MAX_LINE:
         return None
     whole, named = strip_wrapping(part), None
     if whole.upper() not in LETTERS[: len(choices)] and not whole.endswith("?"):
@@ -376,7 +377,7 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> set[int] | None
     if choices and all(polarities) and (said := find_polarity(text)):
         is_one = len(said) == 1 and said <= {*polarities} and not search("refuses", text)
         return {polarities.index(*said)} if is_one else set()
-    if search("conditions", text):
+    if search("supposes", text):
         return set()
     head = behind("so", cut_reason(text))
     texts = _find_texts(head, choices)

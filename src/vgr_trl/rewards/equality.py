@@ -111,6 +111,9 @@ def is_same_value(gold: str, answer: str) -> bool:
     ]
     if len({_read_date(text) or text for text in plain}) == 1:
         return True
+    short = [re.sub(r" ?[ap]\.?m\.?$|^0(?=\d:)", "", text) for text in plain]  # 4:15 pm, 07:45
+    if ":" in gold and (plain[0] == short[1] or short[0] == plain[1]):
+        return True
     if gold.startswith("[") != answer.startswith("["):  # a list with its brackets, and one without or with others
         is_long = min(gold.count(","), answer.count(",")) > 1
         gold, answer = (text.strip("[](){}\\ " if is_long else "[]") for text in (gold, answer))

@@ -248,8 +248,13 @@ def read_quantity(text: str) -> Quantity | None:
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
 _NUMBER_START = re.compile(r"(?:(?<=[a-z] )|(?<=[\u4e00-\u9fff]{2})|(?<=[\u4e00-\u9fff]{2} ))[-+$€£¥]{0,2}\d")
+_THINGS = re.compile(
+    r"([\w$€£.,]+ (?!(?:in|at|of|to|per) )[a-z-]+) (?=(?!than\b|and\b)[a-z])", re.IGNORECASE
+)  # 4 men who
 _DATE_COMMA = re.compile(r"\b([A-Z][a-z]{2,8} \d{1,2}|of [A-Z][a-z]{2,8}), (?=\d{4}\b)")
-_REMARK = re.compile(r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)[^()]*[a-z]{2}[^()]* [^()]*\)[\s.*]*$")
+_REMARK = re.compile(
+    r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)(?:[^()]*[a-z]{2}[^()]* [^()]*|(?<=[a-z] \()[\d.,]+ ?[a-z%]+)\)[\s.*]*$"
+)
 _COMPUTED = re.compile(
     r"\d[\d.,]*(?: (?:plus|minus|times|multiplied by|divided by|[-+*/×÷]) \d[\d.,]*)+", re.IGNORECASE
 )
@@ -294,7 +299,7 @@ def why_no_value(clause: str) -> str:
     if polarity := find_polarity(clause):
         return "two answers" if len(polarity) == 2 else ""
     said = behind("so", cut_reason(clause))
-    is_none = search("denies", said) or search("refuses", said) or search("conditions", clause)
+    is_none = search("denies", said) or search("refuses", said) or search("supposes", clause)
     return "a denial, refusal or condition" if is_none else ""
 
 
@@ -320,7 +325,8 @@ def _shorten(clause: str) -> Iterator[str]:
     The only emphasised words end the search. Bounds and comparisons (`more than 20`) stay whole.
     """
     phrase = opened = cut_fillers(clause)
-    if (said := behind("verbs", opened)) != opened:
+    is_said = search("verbs", clause[: len(clause) - len(opened)])
+    if not is_said and (said := behind("verbs", opened)) != opened:
         subject, phrase = opened.removesuffix(said), cut_fillers(said)
         if read_quantity(opened.split(" ")[0]) and not _COMPUTED.match(subject):  # 50% of them are red
             phrase = "" if re.search(r"\d", phrase) else subject
@@ -333,12 +339,15 @@ def _shorten(clause: str) -> Iterator[str]:
         yield from (phrase, *marked)
         return
     is_bound = search("bounds", phrase)
-    starts = [] if said != opened or is_bound else list(_NUMBER_START.finditer(phrase))
+    starts = [] if phrase != opened or is_bound else list(_NUMBER_START.finditer(phrase))
     if starts and len(re.findall(r"\d[\d.,:/]*|[=<>\\^]", phrase)) == 1:
         before = phrase[: starts[-1].start()]
         is_joined = any(map(read_quantity, before.split())) or re.search(r"(?:\b(?:and|or|also|to)|和|或)\s*$", before)
         phrase = phrase if is_joined else phrase[starts[-1].start() :]
     yield phrase
+    if (counted := _THINGS.match(phrase)) and read_quantity(counted[1]):
+        yield counted[1]
+        return
     while not is_bound and (lead := match("leads", phrase)) and strip_wrapping(phrase[lead.end() :]):
         phrase = phrase[lead.end() :]
         yield phrase
