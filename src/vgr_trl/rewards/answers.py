@@ -27,6 +27,7 @@ from vgr_trl.rewards.phrases import (
     find_polarity,
     fold,
     match,
+    may_be_value,
     normalise,
     read_quantity,
     search,
@@ -139,7 +140,8 @@ _ALSO = re.compile(  # another option behind the sentence of the first
 )
 _WITHDRAWN = re.compile(
     r"\W*(?:(?:is|was|that is|that['’]s|which is) )?(?:clearly )?(?:wrong|incorrect|false|not (?:right|correct|true)"
-    r"|(?:选项|项)?(?:的(?:说法|描述))?是?(?:错|不)|\+|的(?!说法|描述)|ではな|아니|no, (?:that|this) is (?:wrong|incorrect))",
+    r"|(?:选项|项)?(?:的(?:说法|描述))?是?(?:错|不)|\+|的(?!说法|描述)|ではな|아니"
+    r"|no, (?:that|this) is (?:wrong|incorrect))",
     re.I,
 )
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
@@ -394,7 +396,7 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> set[int] | None
         letters = [(head.rfind(last[1]), len(head), LETTERS.index(last[1].upper()))]
     places = sorted(places + [place for place in letters if place[2] < (len(choices) or len(LETTERS))])
     if not places:
-        return None if all(map(_words_of, choices)) or why_no_value(text) else _find_same(text, choices) or None
+        return None if not may_be_value(text) or why_no_value(text) else _find_same(text, choices) or None
     places = [place for place in places if place[0] >= verb] or places
     named = {index for start, end, index in places if not _is_denied(head, start, end)}
     rest = "x".join(head[end:start] for (_, end, _), (start, _, _) in pairwise([(0, 0, 0), *places, (len(head), 0, 0)]))
@@ -420,7 +422,11 @@ def _find_same(text: str, choices: Sequence[str]) -> set[int]:
     """Return the options that are the same answer as `text`: the same text, else the same value."""
     words = strip_article(text)
     same = {index for index, choice in enumerate(choices) if strip_article(choice) == words}
-    values = [] if same else [index for index, choice in enumerate(choices) if not _words_of(choice)]
+    values = (
+        []
+        if same or not may_be_value(text)
+        else [index for index, choice in enumerate(choices) if not _words_of(choice)]
+    )
     return same or {index for index in values if is_same_open_answer(choices[index], text.strip(MARKS))}
 
 

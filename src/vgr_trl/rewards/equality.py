@@ -47,7 +47,7 @@ _NAME = re.compile(  # x, AB, \angle ABC, S_1, f(x), f(2), Area: no product such
     r"|(?=.*(?:[A-Za-z]{4}|[\u4e00-\u9fff]{2}))(?:[^\W\d]| )+"
 )
 _FORMULA_UNIT = re.compile(
-    r"(.*?[\d)}πa-z])\s*((?<![A-Za-z\\])(?:(?:square|cubic|sq\.?) )?[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|[\u4e00-\u9fff]+)"
+    r"(.*?[\d)}πa-z])\s*((?<![A-Za-z\\])(?:(?:square|cubic) )?[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|[\u4e00-\u9fff]+)"
 )
 _AND = re.compile(r",?\s+and\s+|\s*(?:→|->|;)\s*|(?<=[\u4e00-\u9fff])和", re.IGNORECASE)
 _OPERATION = re.compile(r"[-−+*/^=×÷·(√π≈\\]|sqrt|\bpi\b")

@@ -166,12 +166,18 @@ _NO_NOUN = (  # words that change a number
     r"|halves|quarters|dozens|hundreds|thousands|pairs|crores|lakhs|or|and|to|in|on|at|of|for|than|more|out|by|over|per|if)\b"
 )
 _COUNTED = re.compile(  # things, but no scale or second number
-    rf"(?:(?!{_NO_NOUN})[a-z-]{{2,}} ){{0,2}}(?!{_NO_NOUN})(?:[a-z]{{2,}}s|people|men|women|children|sheep|fish|feet|teeth)"
+    rf"(?:(?!{_NO_NOUN})[a-z-]{{2,}} ){{0,2}}(?!{_NO_NOUN})(?:[a-z]{{2,}}s|people|men|women|children|sheep|fish)"
     r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗粒座栋层台架艘個](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})",
     re.IGNORECASE,
 )
 _SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "千": 3, "万": 4, "百万": 6, "亿": 8}
 _SCALE = re.compile(rf"({'|'.join(_SCALES)})(?![A-Za-z])\s?", re.IGNORECASE)
+
+
+def may_be_value(text: str) -> bool:
+    """Whether a text holds a digit, a number word or a sign of formulas."""
+    words = text.lower().replace(".", " ").replace(",", " ").split()
+    return bool(re.search(r"[\d\\√π=½¼一二三四五六七八九十两零]", text)) or any(word in _NUMBER_WORDS for word in words)
 
 
 @dataclass(frozen=True)
@@ -213,7 +219,7 @@ def read_quantity(text: str) -> Quantity | None:
         return None
     if word := _NUMBER_WORD.match(text):
         text = str(_NUMBER_WORDS[word[0].casefold()]) + text[word.end() :]
-    if not re.search(r"[\d¼-¾⅐-⅞]", text):
+    if not re.match(r"\s*[-+−–‐‑﹣€£¥￥₹$\\.\d¼-¾⅐-⅞UEGIC]", text):
         return None
     text = simplify_units(text)
     if not text.isascii():
