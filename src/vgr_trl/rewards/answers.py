@@ -378,7 +378,7 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> set[int] | None
     polarities = [POLARITY.get(normalise(choice)) for choice in choices]
     if choices and all(polarities) and (said := find_polarity(text)):
         is_one = len(said) == 1 and said <= {*polarities} and not search("refuses", text)
-        return {polarities.index(*said)} if is_one else set()
+        return {polarities.index(min(said))} if is_one else set()
     if search("supposes", text):
         return set()
     head = behind("so", cut_reason(text))

@@ -131,7 +131,7 @@ def read_unit(text: str, *, attached: bool = False) -> str | None:
         return None
     names = []
     for part in re.split(r"\s?/\s?|\s+per\s+", text, maxsplit=1):
-        square, cube, word, *power = match.groups() if (match := _UNIT.fullmatch(part)) else ("",) * 5
+        square, cube, word, *power = unit.groups() if (unit := _UNIT.fullmatch(part)) else ("",) * 5
         name = _UNITS.get(word) or (_UNITS.get(word.casefold()) if len(word) > 3 else None)
         if part and not name:
             return None
@@ -259,7 +259,8 @@ _THINGS = re.compile(
 )  # 4 men who
 _DATE_COMMA = re.compile(r"\b([A-Z][a-z]{2,8} \d{1,2}|of [A-Z][a-z]{2,8}), (?=\d{4}\b)")
 _REMARK = re.compile(
-    r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)(?:[^()]*[a-z]{2}[^()]* [^()]*|(?<=[a-z] \()[\d.,]+ ?[a-z%]+)\)[\s.*]*$"
+    r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)"
+    r"(?:[^()]*[a-z]{2}[^()]* [^()]*|(?<=[a-z] \()[\d.,]+ ?[a-z%]+)\)[\s.*]*$"
 )
 _COMPUTED = re.compile(
     r"\d[\d.,]*(?: (?:plus|minus|times|multiplied by|divided by|[-+*/×÷]) \d[\d.,]*)+", re.IGNORECASE
