@@ -189,7 +189,7 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
         text = _THOUGHT_END.split(_THOUGHT.sub("\n", text))[-1]
     if not text.isascii() or "<" in text or "[" in text:
         text = _SPECIAL_TOKEN.sub("", text)
-    for rule, part in chain(_find_explicit(text), _find_plain(text)):
+    for rule, part in chain(_find_explicit(text), _find_plain(text, choices)):
         answer = _read_open(part.strip(), rule) if is_open else _read_option(part.strip(), rule, choices)
         if answer is not None:
             return answer
@@ -284,7 +284,7 @@ def _read_line(text: str, start: int) -> str:
     return f"{line}; {following}" if _ITEM.fullmatch(following) or match("joins", following) else line
 
 
-def _find_plain(text: str) -> Iterator[tuple[str, str]]:
+def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the last line, the first and the last sentence, without courtesies; lines of a list are none."""
     lines = [line for line in text[-2 * _MAX_REACH :].splitlines() if re.search(r"\w", line)]
     sentences: list[str] = []
@@ -300,7 +300,8 @@ def _find_plain(text: str) -> Iterator[tuple[str, str]]:
         return
     line, items = "".join(sentences), [item[1].upper() for item in map(_ITEM.match, lines[-2:]) if item]
     is_alone = _ITEM.fullmatch(line) and not any(map(_ITEM.fullmatch, lines[:-1]))  # a letter behind a list
-    if not is_alone and (len({*items}) > 1 or (_is_bare(lines) and len(text) < _MAX_REACH)):
+    is_listed = len({*map(strip_article, lines[-2:])} & {*map(strip_article, choices)}) > 1
+    if is_listed or (not is_alone and (len({*items}) > 1 or (_is_bare(lines) and len(text) < _MAX_REACH))):
         return
     yield "line", line
     first = text[:_MAX_REACH].strip().partition("\n")[0]
@@ -389,6 +390,8 @@ def _read_texts(text: str, rule: str, choices: Sequence[str]) -> set[int] | None
         return same | others | {index for *_, index in texts} if same else None
     stated = behind("verbs", head)
     verb = len(head) - len(stated)
+    if len({index for start, end, index in texts if start >= verb and not _is_denied(head, start, end)}) > 1:
+        return {index for *_, index in texts}
     places = [place for place in texts if rule != "sentence" or _TEXT_END.match(head, place[1])]
     letters = [(*m.span(1), LETTERS.index(m[1].upper())) for m in _NAMED_LETTER.finditer(head)]
     last = _HEAD.fullmatch(cut_fillers(stated).rstrip(STOPS + " "))

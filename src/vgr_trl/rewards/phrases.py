@@ -343,7 +343,7 @@ def _shorten(clause: str) -> Iterator[str]:
     phrase = _first_part(phrase)
     marked = {next(filter(None, match.groups())) for match in _BOLD.finditer(clause)}
     if len(marked) == 1 and "=" not in clause[clause.rfind(min(marked)) + len(min(marked)) :]:
-        yield from (phrase, *marked)
+        yield from ([phrase] if min(marked) in phrase else []) + [*marked]
         return
     is_bound = search("bounds", phrase)
     starts = [] if phrase != opened or is_bound else list(_NUMBER_START.finditer(phrase))
