@@ -1,18 +1,28 @@
 """How often rewards agree with a person about outputs of models; writes `results/answers.md`.
 
 python benchmarks/answers.py --vlmevalkit CLONE --easyr1 CLONE
+python benchmarks/answers.py --mathvista CLONE --math_v CLONE --mmmu CLONE --labelled FILE.jsonl --before CHECKOUT
 
 The outputs are `tests/rewards/answers.jsonl`. Each reward gets the output and the reference as its own library passes
 them: a letter if there are options, else a text, and the first of several accepted answers. Libraries whose clones are
 not given are left out; EasyR1's rewards need `mathruler`.
+
+The second command writes `results/answers_published.md`: right and wrong outputs that earn, of the golden file, a
+file of labelled outputs (text, solution, choices, label) and of outputs that benchmarks publish with their own verdict.
+CLONE is a git clone of lupantech/MathVista, mathllm/MATH-V and MMMU-Benchmark/MMMU; CHECKOUT is an older state of this
+repository. None of these outputs is part of this repository.
 """
 
 import argparse
+import ast
 import contextlib
 import importlib.util
 import io
 import json
 import logging
+import os
+import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -118,12 +128,101 @@ def measure(judge: Judge) -> SimpleNamespace:
     return SimpleNamespace(counts=counts, seconds=time.perf_counter() - start)
 
 
+def published(mathvista: Path, math_v: Path, mmmu: Path) -> dict[str, list[tuple[str, Any, Any, bool]]]:
+    """Return (output, solution, choices, verdict) of each benchmark.
+
+    Outputs of MathVista that are programs and those of MATH-V without reasoning are left out.
+    """
+
+    def read(clone: Path, pattern: str) -> list[tuple[str, str]]:
+        git = ["git", "-C", str(clone), "-c", "core.quotepath=off"]
+        names = subprocess.run([*git, "ls-tree", "-r", "--name-only", "HEAD"], capture_output=True, text=True).stdout
+        files = [name for name in names.splitlines() if re.fullmatch(pattern, name)]
+        shown = [
+            subprocess.run([*git, "show", f"HEAD:{name}"], capture_output=True, text=True).stdout for name in files
+        ]
+        return [(name, text) for name, text in zip(files, shown, strict=True) if text]  # large files may be absent
+
+    [(_, questions)] = read(math_v, r"data/test\.jsonl")
+    asked = {row["id"]: row for row in map(json.loads, questions.splitlines())}
+    rows: dict[str, list[tuple[str, Any, Any, bool]]] = {"MathVista": [], "MATH-V": [], "MMMU-Pro": []}
+    for _, text in read(math_v, r"outputs/.*CoT.*\.jsonl"):
+        for row in map(json.loads, text.splitlines()):
+            gold = asked[row["id"]]
+            rows["MATH-V"].append((row["response"], gold["answer"], gold["options"] or None, bool(row["correct"])))
+    for _, text in read(mathvista, r"results/(?!random|leader)\w+/output_(?!.*code)\w+\.json"):
+        for row in json.loads(text).values():
+            if "true_false" in row and row.get("response"):
+                rows["MathVista"].append((row["response"], row["answer"], row["choices"], bool(row["true_false"])))
+    for _, text in read(mmmu, r"mmmu-pro/output/.*\.jsonl"):
+        for row in map(json.loads, text.splitlines()):
+            with contextlib.suppress(ValueError, SyntaxError, KeyError):
+                options = [str(option) for option in ast.literal_eval(row["options"])]
+                rows["MMMU-Pro"].append((row["response"], row["answer"], options, bool(row["if_right"])))
+    return rows
+
+
+def count_rewarded(flags: argparse.Namespace) -> dict[str, list[int]]:
+    """Return for each set of outputs: right rewarded, right, wrong rewarded, wrong."""
+    rows = {name: found[:: flags.every] for name, found in published(flags.mathvista, flags.math_v, flags.mmmu).items()}
+    rows["golden"] = [(line["output"], line["solution"], line["choices"], line["right"]) for line in LINES]
+    if flags.labelled:
+        lines = map(json.loads, flags.labelled.read_text("utf-8").splitlines())
+        labelled = [(line["text"], line["solution"], line.get("choices"), line["label"] == "right") for line in lines]
+        rows["labelled"] = labelled
+    counts = {name: Counter[tuple[bool, bool]]() for name in rows}
+    for name, found in rows.items():
+        for output, solution, choices, is_right in found:
+            counts[name][is_right, bool(accuracy_reward([output], [solution], [choices])[0])] += 1
+    return {
+        name: [count[True, True], count[True, True] + count[True, False], count[False, True], sum(count.values())]
+        for name, count in counts.items()
+    }
+
+
+def compare_states(flags: argparse.Namespace) -> None:
+    """Write the page of published outputs: this state and an older one."""
+    found = {"this state": count_rewarded(flags)}
+    if flags.before:
+        words = [sys.executable, __file__, *sys.argv[1:], "--counts"]
+        environment = {**os.environ, "PYTHONPATH": str(flags.before / "src")}
+        shown = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+        found["before"] = json.loads(shown.splitlines()[-1])
+    names = list(found["this state"])
+    cells = {
+        state: [f"{right} of {rights}; {wrong} of {total - rights}" for right, rights, wrong, total in counts.values()]
+        for state, counts in found.items()
+    }
+    text = "\n\n".join([
+        "# Right and wrong outputs that earn",
+        "Each cell: right outputs rewarded, of all right ones; wrong outputs rewarded, of all wrong ones.",
+        table(["state", *names], [[state, *cells[state]] for state in found]),
+        "Outputs and verdicts of MathVista (lupantech/MathVista, `results/*/output_*.json` without programs), MATH-V\n"
+        "(mathllm/MATH-V, `outputs`, those with reasoning) and MMMU-Pro (MMMU-Benchmark/MMMU, `mmmu-pro/output`), "
+        f"1 of\n{flags.every} of each. Their verdicts have faults of their own. Golden: `tests/rewards/answers.jsonl`.",
+        "`" + " ".join(["python benchmarks/answers.py", "--mathvista CLONE --math_v CLONE --mmmu CLONE",
+                        "--labelled FILE.jsonl --before CHECKOUT", f"--every {flags.every}"]) + "`",
+    ])  # fmt: skip
+    (ROOT / "benchmarks/results/answers_published.md").write_text(text + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Judge all outputs by all rewards and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vlmevalkit", type=Path)
     parser.add_argument("--easyr1", type=Path)
+    for name in ("mathvista", "math_v", "mmmu", "labelled", "before"):
+        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--every", type=int, default=1, help="judge one of so many published outputs")
+    parser.add_argument("--counts", action="store_true", help="print the counts of published outputs only")
     flags = parser.parse_args()
+    if flags.counts:
+        print(json.dumps(count_rewarded(flags)))
+        return
+    if flags.mathvista:
+        logging.disable(logging.CRITICAL)
+        compare_states(flags)
+        return
     judges: dict[str, Judge] = {
         "`accuracy`, this library": ours,
         "TRL `accuracy_reward`": trl,

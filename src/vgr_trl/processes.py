@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -89,13 +91,23 @@ def belong_to_parent() -> None:
 
 @contextmanager
 def limit_seconds(seconds: float, error: type[BaseException]) -> Iterator[None]:
-    """Raise `error` after `seconds` of computing time in this block, and again every second if it is caught.
+    """Raise `error` after `seconds` of computing time in this block, in the main thread again every second.
 
-    Computing time does not depend on other processes. Python handles signals in its main thread only, so other threads
-    have no limit. A single call of C code is not interrupted.
+    Computing time does not depend on other processes. Python handles signals in its main thread only; in others, each
+    call of a Python function looks at the time. A single call of C code is not interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        deadline, traced = time.thread_time() + seconds, sys.gettrace()
+
+        def check(frame: FrameType, event: str, value: object) -> None:
+            if time.thread_time() > deadline:
+                raise error
+
+        sys.settrace(check)
+        try:
+            yield
+        finally:
+            sys.settrace(traced)
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:

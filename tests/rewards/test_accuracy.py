@@ -123,6 +123,26 @@ def test_two_options_are_none(order, choices, item, joint, frame):
     assert accuracy_reward([text] * 4, [0, 1, 2, 3], [choices] * 4) == [0] * 4
 
 
+ROOMS = ["kitchen", "bathroom", "bedroom", "living room"]
+EXPLAINED = tomllib.loads(Path(__file__).with_name("explained.toml").read_text("utf-8"))
+EXPLANATIONS = st.lists(st.sampled_from(EXPLAINED["explanations"]), min_size=1, max_size=3, unique=True)
+
+
+@settings(derandomize=True, max_examples=300)
+@given(
+    statement=st.sampled_from(EXPLAINED["statements"]),
+    explanations=EXPLANATIONS,
+    joint=st.sampled_from(("\n\n", "\n", "\nExplanation: ")),
+)
+def test_an_explanation_behind_a_statement_gives_its_option_to_no_other(statement, explanations, joint):
+    rewards = accuracy_reward([statement + joint + " ".join(explanations)] * 4, list("ABCD"), [ROOMS] * 4)
+    assert rewards == [0, 0, 1, 0]
+
+
+def test_a_capital_letter_of_another_alphabet_is_no_option():
+    assert accuracy_reward(["İ)", "İ) cat", "Answer: İ"], ["A"] * 3, [CHOICES] * 3) == [0] * 3
+
+
 def test_called_as_trl_calls_it():
     parts = [{"type": "text", "text": "<answer>"}, {"type": "text", "text": "A</answer>"}, {"type": "image"}]
     completions = [

@@ -112,10 +112,20 @@ def test_formula_that_would_take_forever_is_only_compared_as_text(bomb, caplog, 
     assert capfd.readouterr() == ("", "")
 
 
-def test_slow_formulas_are_given_up(monkeypatch):
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_slow_formulas_are_given_up(monkeypatch, in_thread):
     monkeypatch.setattr(equality, "_VERIFY_SECONDS", 0.2)
     equality.is_same_formula.cache_clear()
-    assert not same("10+0", "\\sin(\\sin((0.5-i)^{13}))")
+    rewards = []
+    pairs = [("10+0", "\\sin(\\sin((0.5-i)^{13}))"), ("\\sin x + \\cos x", "x^{9999}")]
+    compare = lambda: rewards.extend(same(*pair) for pair in pairs)  # noqa: E731
+    if in_thread:  # where no signal comes
+        thread = threading.Thread(target=compare, daemon=True)
+        thread.start()
+        thread.join(timeout=60)
+    else:
+        compare()
+    assert rewards == [False, False]
 
 
 def test_a_busy_machine_changes_no_reward(monkeypatch):

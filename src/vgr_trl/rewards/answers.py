@@ -1,8 +1,7 @@
-"""Extract the answer that a text states, and compare it with the reference answer of a row.
+"""Read the one answer that a text states, and compare it with the reference answer of a row.
 
-In this order: the text of a completion, the part of it that states an answer, options of multiple choice, open answers,
-the reference answer of a row. The rules are `Stated answer` in definitions.md. A text is read without the reference;
-`phrases.py` finds what a clause says, and `equality.py` compares open answers.
+The order of strength (docs/answers.md): the last explicit statement; else a line that is only an answer; else the last
+sentence. A text is read without the reference. `phrases.py` reads clauses, and `equality.py` compares open answers.
 """
 
 import json
@@ -11,28 +10,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import accumulate, chain, islice, pairwise, repeat
 from numbers import Real
 from typing import Any, NamedTuple
 
 from vgr_trl.errors import RewardError
-from vgr_trl.rewards.equality import is_same_open_answer, is_same_value, is_value
+from vgr_trl.rewards.equality import is_same_open_answer, is_value
 from vgr_trl.rewards.phrases import (
-    BULLETS,
     MARKS,
-    OR,
     POLARITY,
     STOPS,
     TABLES,
-    WORDS,
-    compile_words,
-    cut_openers,
+    behind,
+    cut_fillers,
     cut_reason,
-    find_phrases,
     find_polarity,
     fold,
+    match,
+    may_be_value,
     normalise,
     read_quantity,
+    search,
     strip_article,
     strip_wrapping,
     to_half_width,
@@ -54,8 +52,11 @@ def completion_text(completion: Any) -> str:
         return completion
     if not isinstance(completion, list):
         raise RewardError(f"A completion is a {type(completion).__name__}: pass a string, or a list of messages.")
-    written = [message for message in completion if message.get("role", "assistant") == "assistant"]
-    return "\n".join(_message_text(message.get("content")) for message in written)
+    contents = [message.get("content") for message in completion if message.get("role", "assistant") == "assistant"]
+    parts = [[content] if isinstance(content, str) else content or () for content in contents]
+    return "\n".join(
+        "".join(part if isinstance(part, str) else part.get("text") or "" for part in message) for message in parts
+    )
 
 
 ANSWER_TAGS = "<think></think><answer></answer>"
@@ -78,67 +79,76 @@ def decode_with_tags(tokenizer: Any, completion_ids: Any, text: str = ANSWER_TAG
     return [tokenizer.decode(ids, skip_special_tokens=not tags) for ids in rows]
 
 
-def _message_text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content or ())
-
-
 def excerpt(value: Any) -> str:
     """Return a value as text of at most 80 characters, for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _compile_statements(language: str) -> list[tuple[str, re.Pattern[str]]]:
-    """Return what each rule seeks in lower-case text of a language."""
-    start = _WORD_START if TABLES[language]["anchors"][0].isascii() else ""
-    states, confirms = (compile_words(name, language, flags=re.NOFLAG).pattern for name in ("states", "confirms"))
-    return [("statement", re.compile(f"{start}(?:{states})", re.MULTILINE)), ("confirmation", re.compile(confirms))]
+LETTERS = "ABCDEFGHIJ"
+_MAX_REACH, _MAX_STATEMENTS, _MAX_PLACES = (
+    300,
+    20,
+    100,
+)  # characters of a statement; the last ones that are read; looked at
+_MAX_LINE, _MAX_WORDS = 80, 8  # characters and words of a line that is an open answer
 
-
-_WORD_START = "(?<![a-z])"  # makes a search twice as fast
-_STATEMENTS = {language: _compile_statements(language) for language in TABLES}
-_ANCHOR_WORDS = list(dict.fromkeys(anchor for table in TABLES.values() for anchor in table["anchors"]))
-_ANCHORS = (  # two patterns are far faster than one
-    re.compile(rf"\b(?:{'|'.join(filter(str.isascii, _ANCHOR_WORDS))})", re.ASCII),
-    re.compile("|".join(each for each in _ANCHOR_WORDS if not each.isascii())),
-)
 _THINK = r"(?:[<◁\[]{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|<\|{1}_of_thought\|>)"
 _THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE | re.ASCII)
 _THOUGHT = re.compile(
     rf"{_THINK.format('', 'begin')}.*?(?:{_THOUGHT_END.pattern}|\Z)", re.IGNORECASE | re.ASCII | re.DOTALL
 )
-_ANSWER_START, _ANSWER_END = (
-    re.compile(rf"<{slash}(?:final_?)?(?:answer|conclusion)>", re.IGNORECASE | re.ASCII) for slash in ("", "/")
-)
 _SPECIAL_TOKEN = re.compile(
-    r"<\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|</?s>|</answer>?\s*\Z|\[(?:EOS|PAD)\]"
-    r"|<(?:eos|pad|unk|end_of_turn|end_of_utterance)>"
-    "|[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u2714\ufe0f]"
+    r"<\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|</?s>|\[(?:EOS|PAD)\]"
+    "|<(?:eos|pad|unk|end_of_turn|end_of_utterance)>|[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u2714\ufe0f]"
 )
-_BOX = re.compile(r"\\f?boxed\s{0,9}\{|<\|begin_of_box\|>")
-_BOX_SEPARATOR = re.compile(
-    r"(?:\}|<\|end_of_box\|>)[\s$.,;/&、()\\\[\]]{0,9}(?:or|and|或者?|和)?[\s$(\\\[\]]{0,9}", re.IGNORECASE
+_MARK = re.compile(r"\\boxed\s{0,9}\{|<\|begin_of_box\|>|<(?:final_?)?(?:answer|conclusion)>|####")
+_MARK_END = re.compile(r"</?(?:final_?)?(?:answer|conclusion)>?|<\|end_of_box\|>", re.IGNORECASE)
+_TAKEN_BACK = re.compile(
+    r"[^\w\n]{0,9}(?:(?:or\b|或)(?!\W*boxed)|(?:is|was) (?:wrong|incorrect|false|not)\b|是?[错不])"
 )
-_DENIED_BOX = re.compile(
-    rf"[}}$)\\\]*\s]{{0,9}}(?:(?:is|was|would be)\s(?:{WORDS['denies'].pattern})|是?(?:错|不对|不正确))", re.IGNORECASE
+_JSON = re.compile(r"(?:^|\n)\s*(?:```(?:json)?\s*)?([{\[].{1,2000}[}\]])[\s`]*\Z", re.DOTALL)
+_JSON_KEYS = (r"(?:bbox|box|point)(?:_2d)?", r"(?:\w+_)?(?:answer|option|choice|result|letter|label)|答案|选项", ".*")
+_ANCHORS = ["\\boxed", "<", "####", *TABLES["openers"].pop("anchors").split("|")]
+_OPENER = re.compile("|".join(f"(?a:{pattern})" for pattern in TABLES["openers"].values()), re.MULTILINE)
+_CONFIRMED, _IS = (re.compile(f"(?a:{TABLES['confirms'][name]})") for name in ("words", "verbs"))
+_JOINED = re.compile(
+    r"(?:[/&|;、]|\b(?:and|or)|或者?|和)(?: also)?(?: the)?[\s$(\\\[\]]*\Z|\}[\s$.,()}\\\[\]]*\Z", re.IGNORECASE
 )
-_JSON = re.compile(r"(?:^|\n)\s*(?:```(?:json)?\s*)?(\{[^{}]{1,2000}\}|\[[^\[\]]{1,2000}\])[\s`]*\Z")
-_JSON_KEY = re.compile(r"(?:\w+_)?(?:answer|option|choice|result|prediction|solution|letter|label)", re.IGNORECASE)
 _SENTENCE_END = re.compile(
     r"[.!?](?<!\b(?:vs|Mr|Ms|Dr|St).)(?<![ .][K-Z].)(?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
 )
-_BEFORE_CLAUSE = re.compile(r"(?:[\s:*_`\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
-_ITEM = re.compile(r"[\s*>-]*(?:option\s)?\(?([A-J])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)", re.IGNORECASE)
+_LEADING = re.compile(r"(?:[\s:*_`\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
+_BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
 _BARE = re.compile(r"[\s*>$-]*(?:\d{1,2}[.)]\s)?(?:[^\s:=]|:(?=\S))+(?: [+*/-])?(?: [^\s:=]+)?\s*")
-_LISTED = re.compile(r"(?:^|[\s;,(*])\(?([A-J])(?:[).:、]|\*\*)")
-_HASHES = re.compile(r"####\s*([^\n#]+)\s*$")
-_MAX_REACH, _MAX_STATEMENTS = 300, 20  # characters read on each side of a statement; statements read, the last ones
-_MAX_PART_LENGTH = 2000  # characters
-_MAX_EXTRA = 40  # characters of an item more than of the longest option
-_MARGIN = 100  # characters of a statement before its anchor, and half of those behind
-_MAX_LINE_LENGTH, _MAX_LINE_WORDS = 80, 8  # of a line that states an open answer
+_ITEM = re.compile(r"[\s*>-]*(?:[Oo]ption\s)?\(?([A-Ja-j])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)")
+_LETTER = (
+    r"(?<![A-Za-z0-9_'’^\\=])(?:[A-J](?![A-Za-z0-9_'’^+]|\s?=)"
+    r"(?![\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選项項是为正因和或对不错也で입]))|(?<=[(\[])[a-j](?=\s?[)\]]))"
+)
+_HEAD = re.compile(rf"[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:[).:]|\Z)))[\s*_`\"'”)\]}}$]*")
+_NAMED_LETTER = re.compile(
+    rf"(?:(?<![A-Za-z0-9])[(\[]\s?|\b(?:[Oo]ption|[Cc]hoice|[Ll]etter)\s[(\"'*]*|选项\s?)({_LETTER})"
+)
+_WORD_BEHIND = r"(?!\s+(?!(?:or|and|nor|is|are|was|because|since|as|which|with|but|then|here)\b)[A-Za-z]{2}|\s+[a-z]\b)"
+_OTHER_LETTER = re.compile(rf"{_LETTER}(?:(?<![AI])|{_WORD_BEHIND})")
+_LABEL_END = re.compile(r"^(?:[)\]\s*_`.:;,。]|[-–—]\s|\\[ ,;!]|~)+")
+_STOP_BEHIND = re.compile(r"\s*(?:[.:)、。,;(!-]|\Z|because\b|since\b|因为|选项|项)")
+_ALSO = re.compile(  # another option behind the sentence of the first
+    rf"[\s.。!;,]*(?i:or|and|maybe|perhaps|also|或者?|也|和)?[\s(*]*(?:[Oo]ption )?({_LETTER})[\s)*]*"
+    r"(?:[.!。,;]|\Z|也|(?:is|may|might|could|would)(?: also| be)* (?:possible|right|correct))"
+)
+_WITHDRAWN = re.compile(
+    r"\W*(?:(?:is|was|that is|that['’]s|which is) )?(?:clearly )?(?:wrong|incorrect|false|not (?:right|correct|true)"
+    r"|(?:选项|项)?(?:的(?:说法|描述))?是?(?:错|不)|\+|的(?!说法|描述)|ではな|아니"
+    r"|no, (?:that|this) is (?:wrong|incorrect))",
+    re.I,
+)
+_LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
+_TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no spaces
+    rf"[)\]*_`\"'”]{{0,4}}(?:\s*[.:)、。,;(!/]|\s+[-–—]\s|\s*$|\s+(?:or|and)\b|(?:{TABLES['words']['places']}))|[\u4e00-\u9fff]",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,14 @@ class Answer:
     excluded: str = ""
 
 
+class _Statement(NamedTuple):
+    start: int  # of its opening words
+    content: int  # where its content starts
+    end: int
+    rule: str
+    text: str
+
+
 def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = False) -> Answer | None:
     """Return the answer that `text` states, None if it states none (`Stated answer` in definitions.md).
 
@@ -167,417 +185,274 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
         is_open: whether the question is open.
     """
     text = to_half_width(text)
-    tagged = None
-    if has_signs := any(sign in text for sign in "<[◁"):  # most long texts have no tags and tokens
-        text = strip_thought(text)
-        tagged = answer_tag(text)
-    if has_signs or not text.isascii():
-        text = _SPECIAL_TOKEN.sub("", text if tagged is None else tagged)
-    for rule, part in _find_parts(text, tagged is not None, choices):
-        part = (part if rule in ("box", "hashes", "json", "tag") else BULLETS.sub("", part.lstrip()))[:_MAX_PART_LENGTH]
-        answer = _read_open(part, rule) if is_open else _read_option(part, rule, choices)
+    if any(sign in text for sign in "<[◁"):  # most long texts have no tags and tokens
+        text = _THOUGHT_END.split(_THOUGHT.sub("\n", text))[-1]
+    if not text.isascii() or "<" in text or "[" in text:
+        text = _SPECIAL_TOKEN.sub("", text)
+    for rule, part in chain(_find_explicit(text), _find_plain(text, choices)):
+        answer = _read_open(part.strip(), rule) if is_open else _read_option(part.strip(), rule, choices)
         if answer is not None:
-            return answer if tagged is None else replace(answer, rule="tag", part=tagged.strip())
-    return None if tagged is None else Answer("tag", tagged.strip(), excluded="no answer in the tag")
-
-
-def strip_thought(text: str) -> str:
-    """Return `text` without the content of `<think>` and its like.
-
-    Text before an unopened `</think>` is thought too, since chat templates often put `<think>` in the prompt; so is
-    text after an unclosed `<think>`.
-    """
-    return _THOUGHT_END.split(_THOUGHT.sub("\n", text))[-1]
-
-
-def answer_tag(text: str) -> str | None:
-    """Return the content of the last `<answer>…</answer>` of `text`, which may lack its end, or None."""
-    pieces = [_ANSWER_END.split(piece, maxsplit=1) for piece in _ANSWER_START.split(text)[1:]]
-    found = [piece[0] for piece in pieces if len(piece) > 1 or piece[0].strip()]
-    return found[-1] if found else None
-
-
-def _find_parts(text: str, in_tag: bool, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (rule, part of the text that may state the answer) in order of precedence."""
-    if (box := _last_box(text)) is not None:
-        yield "box", box
-    while courtesy := WORDS["courtesies"].search(text, max(0, len(text) - _MAX_REACH)):
-        text = text[: courtesy.start()]
-    lines = [line for line in text.splitlines() if re.search(r"\w", line)]
-    while len(lines) > 1 and WORDS["reasons"].match(lines[-1].lstrip(MARKS)):
-        lines.pop()
-    if lines and (hashes := _HASHES.search(lines[-1])):
-        yield "hashes", hashes[1]
-    if (value := _read_json(text)) is not None:
-        yield "json", value
-    yield from islice(_find_statements(text), _MAX_STATEMENTS)
-    if in_tag:
-        yield "tag", text
-    sentences = _split_sentences(lines[-1]) if lines else []
-    if _are_items(lines[-2:], choices) or _are_items(sentences, choices) or _are_bare(lines):
-        return
-    if lines:
-        yield "line", lines[-1]
-        if not lines[0].rstrip(MARKS).endswith(":"):
-            yield "line", lines[0]
-    for sentence in sentences:
-        start = sentence.lstrip(MARKS)
-        is_explanation = WORDS["pronouns"].match(start) and cut_openers(start) == start  # "It has three valves."
-        if sentence is sentences[-1] or not is_explanation:
-            yield "sentence", sentence
-
-
-def _are_items(lines: Sequence[str], choices: Sequence[str]) -> bool:
-    """Whether two lines are different options, or items of a list of options."""
-    longest = max(map(len, choices), default=0) + _MAX_EXTRA
-    short = {strip_article(line) for line in lines if len(line) <= longest}
-    if len(short & {*map(strip_article, choices)}) > 1:
-        return True
-    first, second = (_ITEM.match(line) for line in (lines[0], lines[-1])) if lines else (None, None)
-    return bool(first and second) and first[1].upper() != second[1].upper()  # type: ignore[index]
-
-
-def _are_bare(lines: Sequence[str]) -> bool:
-    """Whether a text is nothing but several lines of a few words."""
-    are_bare = all(_BARE.fullmatch(line) and not WORDS["verbs"].search(line) for line in lines)
-    return are_bare and len(lines) > 1 and lines[-1] not in lines[:-1]
-
-
-def _last_box(text: str) -> str | None:
-    """Return the content of the last box, or of the last two if only `or` separates them."""
-    boxes = list(_BOX.finditer(text))[-2:] if "box" in text else []
-    contents = [
-        text[box.end() :].partition("<|end_of_box|>")[0] if box[0][0] == "<" else _read_braces(text[box.end() :])
-        for box in boxes
-    ]
-    if len(boxes) == 2:
-        between = text[boxes[0].end() + len(contents[0]) : boxes[1].start()]
-        if _BOX_SEPARATOR.fullmatch(between) and contents[0] != contents[1]:
-            return " or ".join(contents)
-    if contents and _DENIED_BOX.match(text, boxes[-1].end() + len(contents[-1])):
-        return ""
-    return contents[-1] if contents else None
-
-
-def _read_braces(text: str) -> str:
-    depth = 1
-    for brace in re.finditer(r"[{}]", text):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[: brace.start()]
-    return ""
-
-
-def _read_json(text: str) -> str | None:
-    """Return the answer of the JSON at the end of `text`: a list, or the value of its only key or its last answer."""
-    is_json = text.rstrip("` \r\n").endswith(("}", "]"))
-    found = _JSON.search(text, max(0, len(text) - _MAX_PART_LENGTH)) if is_json else None
-    with suppress(ValueError):
-        read = json.loads(found[1]) if found else None
-        if isinstance(read, dict):
-            answers = [value for key, value in read.items() if _JSON_KEY.fullmatch(key)] or list(read.values())
-            read = answers[0] if len(answers) == 1 else " or ".join(map(str, answers))
-        read = ", ".join(map(str, read)) if isinstance(read, list) else read
-        return str(read) if isinstance(read, str | int | float) else None
+            return answer
     return None
 
 
-def _find_statements(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the clauses after statement words and before confirmations, last one first."""
-    lowered = text.lower() if len(text.lower()) == len(text) else text
-    for line in reversed(list(re.finditer(r".+", text))):
-        start, end = line.span()
-        patterns = _ANCHORS[:1] if line[0].isascii() else _ANCHORS
-        anchors = [anchor for pattern in patterns for anchor in pattern.finditer(lowered, start, end)]
-        said = {anchor[0] for anchor in anchors}
-        if anchors:
-            places = [anchor.start() for anchor in anchors]
-            start, end = max(start, min(places) - _MARGIN), min(end, max(places) + 2 * _MARGIN)
-        found = [
-            (match.end() if rule == "statement" else match.start(), rule, match)
-            for language, rules in _STATEMENTS.items()
-            if not said.isdisjoint(TABLES[language]["anchors"])
-            for rule, pattern in rules
-            for match in pattern.finditer(lowered, start, end)
-        ]
-        for _, rule, match in sorted(found, key=lambda each: each[0], reverse=True):
-            before = _SENTENCE_END.split(text[max(start, match.start() - _MAX_REACH) : match.start()])[-1]
-            if WORDS["unless"].search(before) or WORDS["refuses"].search(re.split("[,;]", before)[-1]):
-                continue
-            if rule == "statement":
-                yield rule, _first_clause(text[match.end() : match.end() + _MAX_REACH])
-            elif before.strip():
-                yield rule, before
+def _find_explicit(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the rule and the content of explicit statements, the last one first; a joined pair is one content."""
+    statements = islice(_find_statements(text), _MAX_STATEMENTS)
+    one = next(statements, None)
+    while one is not None:
+        before = next(statements, None) if _JOINED.search(text[max(0, one.start - 40) : one.start]) else None
+        if before is not None and before.text != one.text and before.rule == one.rule in ("box", "statement"):
+            between = text[before.end if one.rule == "box" else before.content : one.start]
+            if _JOINED.search(between) and not _SENTENCE_END.search(between):
+                yield one.rule, f"{before.text} or {one.text}"
+        lines = one.text.strip().splitlines()
+        is_list = len(lines) > 1 and (_is_bare(lines) or (_ITEM.match(lines[0]) and _ITEM.match(lines[-1])))
+        if one.rule == "tag" and len(lines) > 1 and not is_list:
+            yield "tag", lines[-1]
+        yield one.rule, one.text
+        one = before or next(statements, None)
 
 
-def _first_clause(text: str) -> str:
-    """Return the first sentence of `text`, on the next line if this one is empty."""
-    start: Any = _BEFORE_CLAUSE.match(text)
-    line, _, further = text[start.end() :].partition("\n")
-    for end in _SENTENCE_END.finditer(line):
-        behind = line[end.end() :].lstrip(MARKS)
-        is_item = behind and line[end.start()] == "." and _ITEM.fullmatch(line[: end.end()])  # "A. red"
-        is_word = behind[:1] in ("A", "I") and _FOLLOWED_BY_WORD.match(behind, 1)  # "C. A floor lamp"
-        is_next = (
-            (not is_word and _LETTER.match(behind)) or WORDS["reasons"].match(behind) or cut_openers(behind) != behind
-        )
-        is_own_text = is_item and not is_next
-        if not (is_own_text or WORDS["joins"].match(behind)):  # "A. Or B."
-            return line[: end.end()]
-    following = further.lstrip().partition("\n")[0].rstrip(MARKS + STOPS + ")")
-    is_list = "\n" in start[0] and _BARE.fullmatch(further.partition("\n")[0])
-    return f"{line}; {following}" if is_list or _ITEM.fullmatch(following) or WORDS["joins"].match(following) else line
+def _find_statements(text: str) -> Iterator[_Statement]:
+    """Yield explicit statements, the last one first."""
+    if (answer := _read_json(text)) is not None:
+        yield _Statement(len(text), len(text), len(text), "json", answer)
+    lowered = text.lower()
+    anchors = [re.escape(anchor) for anchor in _ANCHORS if anchor in lowered]
+    places = {place.start() for anchor in anchors for place in re.finditer(anchor, lowered)}
+    for start in sorted(places, reverse=True)[:_MAX_PLACES]:
+        if mark := _MARK.match(lowered, start):
+            yield from _read_mark(text, mark)
+        opener = _OPENER.match(lowered, start)
+        confirmed = None if opener else _CONFIRMED.match(lowered, start)
+        if not (opener or confirmed):
+            continue
+        clause = re.split(r"[.!?;](?=\s)|[。\n]", text[max(0, start - _MAX_REACH) : start])[-1]
+        if search("conditions", clause) or search("unless", re.split("[,;:]", clause)[-1]):
+            continue
+        if opener:
+            content = _read_line(text, opener.end())
+            is_asked = content.rstrip(MARKS).endswith("?") or search("conditions", _SENTENCE_END.split(content)[0])
+            if not (is_asked or match("points", content)):
+                yield _Statement(start, opener.end(), opener.end(), "statement", content)
+        elif confirmed and ((verb := _IS.search(clause.lower())) or not confirmed[0].isascii()):
+            content = clause[: verb.start()] if verb else clause.rstrip("是为最")
+            yield _Statement(start - len(clause), start, confirmed.end(), "confirmation", content)
 
 
-def _split_sentences(line: str) -> list[str]:
-    """Split a line into sentences, last one first."""
-    ends = [end.end() for end in _SENTENCE_END.finditer(line) if not re.search(r"\b[A-J]$", line[: end.start()][-2:])]
-    ends = [0, *ends, len(line)]
-    found = [line[start:end] for start, end in pairwise(ends)]
-    return [sentence for sentence in found if strip_wrapping(sentence)][: -_MAX_STATEMENTS - 1 : -1]
+def _read_mark(text: str, mark: re.Match[str]) -> Iterator[_Statement]:
+    """Yield the content of a box, a tag or hashes, unless it is empty or taken back."""
+    rest = text[mark.end() : mark.end() + 2000]
+    rule = "tag" if mark[0][0] == "<" else "box"
+    if mark[0] == "####":
+        rule, content = "hashes", rest.partition("\n")[0]
+        content = "" if len(content.split()) > _MAX_WORDS or content.strip().endswith(":") else content
+    elif rule == "tag":
+        rule, content = "box" if "box" in mark[0] else "tag", _MARK_END.split(rest, maxsplit=1)[0]
+    else:
+        closed = (number for number, depth in enumerate(accumulate(map(_BRACES.get, rest, repeat(0)))) if depth < 0)
+        content = rest[: next(closed, 0)]
+    end = mark.end() + len(content)
+    if content.strip() and not (rule == "box" and _TAKEN_BACK.match(text, end)):
+        yield _Statement(mark.start(), mark.end(), end, rule, content)
 
 
-LETTERS = "ABCDEFGHIJ"
-_TWO, _DENIED = "two answers", "a denial, bound or comparison"
-
-_LETTER = re.compile(
-    r"[(\[]\s?(?P<bracketed>[A-Ja-j])\s?[)\]]"
-    r"|(?<![A-Za-z0-9_'’^\\=(])(?<!N/)(?P<plain>[A-J])(?![A-Za-z0-9_'’^+]|\s?="
-    r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選項项是为正因和或对不错ですがはまか都吧입]))"
-)
-_NAMES_LETTER = re.compile(r"[(\[]\s?[A-Ja-j]\s?[)\]]|(?<![A-Za-z])[A-J](?![A-Za-z])")
-_SMALL_LETTER = re.compile(r"\(?\s?([a-j])\s?(?:[).:]|$)")
-_FOLLOWED_BY_WORD = re.compile(
-    r"\s+(?!(?:or|and|nor|o|ou|oder|et|und|is|are|was|because|since|as|which|with|on|in|at|to|of|for|but|then|here)\b)"
-    r"[A-Za-z]{2}|\s+(?!o\b)[a-z]\b"
-)
-_IS = re.compile(
-    r"(?:\.(?=[\"'”]))?[\s)\]*_\"'”]{0,4}(?:选项|項|项)?(?:(?:is|was|are|were|would be)\s|是)?"
-    r"(?:(?:also|clearly|definitely)\s)?(?:的(?:说法|描述|表述)?)?"
-)
-_LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
-_CLAUSE_END = re.compile(r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!]|\s+[-–—]\s|\s*$|\s*(?:因为|because\b|since\b|选项))")
-_TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no spaces
-    rf"{_CLAUSE_END.pattern}|{WORDS['places'].pattern}|[*\"'”]{{0,3}}(?:\s*/|\s+(?:or|and)\b|,)|[\u4e00-\u9fff]",
-    re.IGNORECASE,
-)
-_CLAUSES = ("statement", "confirmation", "sentence")
-_SEPARATOR = re.compile(
-    r"[;,、|\n→]|\s/\s|[-=]>|\s(?:and|or|vs\.?|&|as well as|oder|und|ou|et|o|y)\s|或者?|和",
-    re.IGNORECASE,
-)
-_AGREES = re.compile(r"\b(?:is|are|was|were|does|do|did|has|have|can) ?n(?:o|['’])t\b")  # No, it is not.
-_DASH = re.compile(r"^(?:[-–—:]+\s+|\\[ ,;]|~)")  # not the sign of -5
-_SEGMENT_END = re.compile(r"[。;\n]|[.](?!\d)|\s[-–—]\s|(?=,)|(?<=\S)\s*(?=\()")
+_BRACES = {"{": 1, "}": -1}
 
 
-class _Place(NamedTuple):
-    """Where a clause names an option."""
+def _read_json(text: str) -> str | None:
+    """Return the answer in JSON at the end of a text: a box, else the value of its only key for answers."""
+    match = _JSON.search(text, max(0, len(text) - 2000)) if text.rstrip("` \r\n")[-1:] in ("}", "]") else None
+    with suppress(ValueError):
+        read = json.loads(match[1]) if match else None
+        read = read[0] if isinstance(read, list) and len(read) == 1 else read
+        if isinstance(read, dict):
+            found = [[value for key, value in read.items() if re.fullmatch(names, key, re.I)] for names in _JSON_KEYS]
+            answers = next(filter(None, found), [])
+            read = answers[0] if len(answers) == 1 else " or ".join(map(str, answers))
+        return str(read) if isinstance(read, str | int | float | list) else None
+    return None
 
-    start: int
-    end: int
-    option: int
+
+def _read_line(text: str, start: int) -> str:
+    """Return the rest of a line, or the next line if it is empty; with the line behind if both are a list."""
+    chunk = text[start : start + _MAX_REACH]
+    leading: Any = _LEADING.match(chunk)
+    line, _, further = chunk[leading.end() :].partition("\n")
+    following = further.lstrip().partition("\n")[0]
+    return f"{line}; {following}" if _ITEM.fullmatch(following) or match("joins", following) else line
+
+
+def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the last line, the first and the last sentence, without courtesies; lines of a list are none."""
+    lines = [line for line in text[-2 * _MAX_REACH :].splitlines() if re.search(r"\w", line)]
+    sentences: list[str] = []
+    while lines and not sentences:
+        ends = [0, *(end.end() for end in _SENTENCE_END.finditer(lines[-1])), len(lines[-1])]
+        sentences = [lines[-1][start:end] for start, end in pairwise(ends) if strip_wrapping(lines[-1][start:end])]
+        while sentences and match("courtesies", sentences[-1].lstrip(MARKS)):
+            sentences.pop()
+        if not sentences or (len(lines) > 1 and match("reasons", lines[-1].lstrip(MARKS))):
+            lines.pop()
+            sentences = []
+    if not lines:
+        return
+    line, items = "".join(sentences), [item[1].upper() for item in map(_ITEM.match, lines[-2:]) if item]
+    is_alone = _ITEM.fullmatch(line) and not any(map(_ITEM.fullmatch, lines[:-1]))  # a letter behind a list
+    is_listed = len({*map(strip_article, lines[-2:])} & {*map(strip_article, choices)}) > 1
+    if is_listed or (not is_alone and (len({*items}) > 1 or (_is_bare(lines) and len(text) < _MAX_REACH))):
+        return
+    yield "line", line
+    first = text[:_MAX_REACH].strip().partition("\n")[0]
+    if len(lines) > 1 and not first.rstrip(MARKS).endswith(":"):
+        yield "first line", first
+    while len(sentences) > 1 and match("comments", sentences[-1].lstrip(MARKS)):
+        sentences.pop()
+    yield "sentence", sentences[-1]
+
+
+def _is_bare(lines: Sequence[str]) -> bool:
+    """Whether lines are nothing but several parts of a few words."""
+    return len(lines) > 1 and all(_BARE.fullmatch(line) and not search("verbs", line) for line in lines)
 
 
 def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
-    """Return the option that a part names: by its letter, with its own text or none, else by its text."""
-    if rule == "sentence" and choices and not (_NAMES_LETTER.search(part) or _may_say(part, choices)):
-        return None  # as most sentences of a long text
-    whole = strip_wrapping(part)
-    named = {i for i, each in enumerate(choices) if len(whole) > 1 and strip_article(each) == strip_article(whole)}
-    if named and whole.endswith("?") and not any(choices[i].endswith("?") for i in named):
-        return Answer(rule, part.strip(), excluded="a question")
-    problem = _TWO
-    if not named and len(listed := _find_listed(part, choices)) > 1:
-        named = listed
-    elif not named:
-        text = _LATEX.sub(r"\1", cut_openers(BULLETS.sub("", part.rstrip(MARKS) if rule in _CLAUSES else whole)))
-        places = [] if rule == "sentence" else _find_letters(text, len(choices) or len(LETTERS))
-        read = _read_letters(text, rule, choices, places) if places else None
-        if read is None and (places or rule == "line"):
-            return None
-        is_list = read is None and _are_only_options(whole, choices)
-        named, problem = read or ((set(), _TWO) if is_list else _read_texts(text, rule, choices))
-        if not (named or problem):
-            named = _find_same(part, choices)
-            named |= {place.option for place in _find_texts(text, choices)} if named else set()
-    if len(named) == 1:
-        return Answer(rule, part.strip(), min(named))
-    is_stated = rule in ("box", "hashes", "json") or (
-        rule == "statement" and 0 < len(whole.split()) <= _MAX_LINE_WORDS and not WORDS["points"].match(whole)
-    )
-    problem = problem or (_TWO if named else "no option" if is_stated else "")
-    return Answer(rule, part.strip(), excluded=problem) if problem else None
-
-
-def _read_letters(text: str, rule: str, choices: Sequence[str], places: list[_Place]) -> tuple[set[int], str] | None:
-    """Return the options that the letters of a clause name, and the problem if it is not one; None if they name none.
-
-    A box, a tag and a line have to begin with the letter, and on a line no word of a sentence may follow it.
-    """
-    start, end, index = places[0]
-    head = len(cut_reason(text))
-    is_head = not text[:start].strip(MARKS + "([{")
-    if WORDS["withdraws"].search(text, end):
-        return set(), _DENIED
-    if is_head:
-        own = _find_own_text(text[end:], choices, index) if choices else set()
-        behind = text[end:].replace(choices[index], "") if own else text[end:head]
-        listed = {LETTERS.index(letter) for letter in _LISTED.findall(behind)} | {index}
-        if own or len(listed) > 1:
-            return listed | own, _TWO if len(listed) > 1 else "a letter with another option's text"
-    is_line = is_head and _CLAUSE_END.match(text, end)
-    if not (is_line if rule == "line" else is_head or rule in _CLAUSES):
+    """Return the option that a part names: as a whole, by its letter, or by its text."""
+    text = _LATEX.sub(r"\1", cut_fillers(_BULLETS.sub("", part.strip(MARKS))))
+    head = None if rule == "sentence" else _HEAD.match(text)
+    is_open = not any(normalise(choice) in POLARITY for choice in choices)
+    if "line" in rule and not head and is_open and len(text) > max(map(len, choices), default=0) + _MAX_LINE:
         return None
-    places = [place for place in places if place.start < head] or places
-    named = {place.option for place in places if not _is_denied(text, place)}
-    stop = _SENTENCE_END.search(text, end, head)
-    is_refused = WORDS["refuses"].search(text[: stop.end() if stop else head]) or (
-        len({place.option for place in places}) > 1 and WORDS["bounds"].search(text[: places[-1].start])
-    )
-    return (set(), _DENIED) if is_refused or not named else (named, _TWO)
+    whole, named = strip_wrapping(part), None
+    if whole.upper() not in LETTERS[: len(choices)] and not whole.endswith("?"):
+        words = strip_article(whole)
+        exact = {index for index, choice in enumerate(choices) if strip_article(choice) == words}
+        named = exact if len(exact) == 1 else None
+    if named is None and head:
+        named = _read_letter(text, head, rule, choices)
+    if named is None:
+        named = _read_texts(_first_sentence(text) if rule == "statement" else text, rule, choices)
+    if named and len(named) == 1:
+        return Answer(rule.removeprefix("first "), part, min(named))
+    is_short = rule == "statement" and 0 < len(whole.split()) <= _MAX_WORDS
+    if named is None and not (is_short or rule in ("box", "hashes", "json", "tag")):
+        return None
+    return Answer(rule, part, excluded="two answers" if named else "no option" if named is None else "a denial")
 
 
-def _read_texts(text: str, rule: str, choices: Sequence[str]) -> tuple[set[int], str]:
-    """Return the options that a clause names by their words, and the problem if it is not one."""
-    head, places = len(cut_reason(text)), _find_texts(text, choices)
-    if places and WORDS["withdraws"].search(text, places[0].end):
-        return set(), _DENIED
-    polarities, said_of = [POLARITY.get(normalise(choice)) for choice in choices], find_polarity(text)
-    if all(polarities) and len(said_of) == 1 and said_of <= {*polarities}:
-        denied = _AGREES.sub("", text) if "no" in said_of else text
-        if not WORDS["refuses"].search(denied):
-            return {polarities.index(min(said_of))}, ""
-    item = _ITEM.match(text[: places[0].start]) if places else None
-    if item and item[1].isupper() and LETTERS.index(item[1]) >= len(choices):  # E. red
-        return set(), "a letter with another option's text"
-    if any(place.start < head for place in places):
-        text, places = text[:head], [place for place in places if place.start < head]
-    if concluded := _find_texts(WORDS["so"].split(text)[-1], choices):
-        text, places = WORDS["so"].split(text)[-1], concluded
-    start = max((verb.end() for verb in WORDS["verbs"].finditer(text)), default=0)
-    last = {place.option for place in places if start <= place.start}
-    if len(last) > 1:
-        return last, _TWO
-    if rule in ("sentence", "tag"):
-        places = [p for p in places if _TEXT_END.match(text, p.end)]
-        brackets = [place for place in _find_letters(text, len(choices)) if text[place.start] in "(["]
-        said = WORDS["verbs"].split(text)[-1]
-        if rule == "sentence" and _LETTER.fullmatch(said.strip(MARKS + STOPS)) and not why_no_value(text):
-            return {place.option for place in _find_letters(said, len(choices))}, _TWO
-        places += [p for p in brackets if places or p.option in _find_own_text(text[p.end :], choices, p.option)]
+def _read_letter(text: str, head: re.Match[str], rule: str, choices: Sequence[str]) -> set[int] | None:
+    """Return the options of a clause that begins with a letter; none if it takes them back, None if that is a word."""
+    index, tail = LETTERS.index(head[1].upper()), text[head.end() :]
+    own = choices[index] if index < len(choices) else ""
+    body = _LABEL_END.sub("", tail)
+    rest = _compile_choice(own).match(body) if own else None
+    if rest is None and head[1] in "AI" and head.end(1) < len(text) and not re.match(_WORD_BEHIND, text[head.end(1) :]):
+        return None
+    if choices and index >= len(choices):
+        return set()
+    if rest is None and own and body:
+        segment = re.split(r"[。;,\n]|[.](?!\d)|\s[-–—]\s|\s\(", body[:_MAX_REACH])[0]
+        same = _find_same(segment, choices) or _find_same(body[:_MAX_REACH], choices)
+        if same and index not in same:
+            return same | {index}
+        if not same and is_value(segment) and is_value(own):
+            return set()
+    tail = body[rest.end() :] if rest else tail
+    if tail and (_WITHDRAWN.match(tail) or match("bounds", tail.lstrip())):
+        return set()
+    end = _SENTENCE_END.search(tail)
+    first = cut_reason(f"x {tail[: end.start()] if end else tail}")[2:]
+    others = _OTHER_LETTER.findall(first)
+    further = tail[end.end() :] if end else ""
+    if also := _ALSO.match(further) or (_ITEM.match(further) if rule in ("tag", "box", "json") else None):
+        others.append(also[1])
+    named = {index, *(LETTERS.index(letter.upper()) for letter in others)}
+    if search("joins", first[:40]) or re.match(r"\s*(?:and|&|/|和)\s", first):
+        named |= {place for _, _, place in _find_texts(first, choices)} or {index, -1}
+    is_stopped = _STOP_BEHIND.match(text, head.end()) or text[head.end() - 1] in ")].:"
+    return None if rest is None and "line" in rule and not is_stopped and len(named) == 1 else named
+
+
+def _read_texts(text: str, rule: str, choices: Sequence[str]) -> set[int] | None:
+    """Return the options that a clause names by words or a letter in it; none if it denies, None if it names none."""
+    polarities = [POLARITY.get(normalise(choice)) for choice in choices]
+    if choices and all(polarities) and (said := find_polarity(text)):
+        is_one = len(said) == 1 and said <= {*polarities} and not search("refuses", text)
+        return {polarities.index(min(said))} if is_one else set()
+    if search("supposes", text):
+        return set()
+    head = behind("so", cut_reason(text))
+    texts = _find_texts(head, choices)
+    if "line" in rule:
+        same = _find_same(re.split(r"\s[-–—]\s|: |\. |\s\((?!or\b|alternatively|maybe|或|也)", head)[0], choices)
+        others = {index for piece in re.split("[,;、]", text[:_MAX_REACH])[1:] for index in _find_same(piece, choices)}
+        return same | others | {index for *_, index in texts} if same else None
+    stated = behind("verbs", head)
+    verb = len(head) - len(stated)
+    if len({index for start, end, index in texts if start >= verb and not _is_denied(head, start, end)}) > 1:
+        return {index for *_, index in texts}
+    places = [place for place in texts if rule != "sentence" or _TEXT_END.match(head, place[1])]
+    letters = [(*m.span(1), LETTERS.index(m[1].upper())) for m in _NAMED_LETTER.finditer(head)]
+    last = _HEAD.fullmatch(cut_fillers(stated).rstrip(STOPS + " "))
+    if last and not letters and (rule != "sentence" or verb or "选" in head):
+        letters = [(head.rfind(last[1]), len(head), LETTERS.index(last[1].upper()))]
+    places = sorted(places + [place for place in letters if place[2] < (len(choices) or len(LETTERS))])
     if not places:
-        is_said = rule == "sentence" and WORDS["verbs"].search(text)
-        phrases = {strip_article(phrase) for phrase in find_phrases(text)} if is_said else set()
-        return {index for index, choice in enumerate(choices) if strip_article(choice) in phrases}, ""
-    before, behind = text[: places[0].start], text[places[-1].end :]
-    around = " ".join([*before.split()[-2:], "|", *behind.split()[:1]])
-    if len({place.option for place in places}) == 1 and OR.search(around):
-        return set(), _TWO
-    named = {place.option for place in places if not _is_denied(text, place)}
-    rest = text
-    for place in reversed(places):
-        rest = rest[: place.start] + rest[place.end :]
-    return (set(), _DENIED) if not named or WORDS["refuses"].search(rest) else (named, _TWO)
+        return None if not may_be_value(text) or why_no_value(text) else _find_same(text, choices) or None
+    places = [place for place in places if place[0] >= verb] or places
+    named = {index for start, end, index in places if not _is_denied(head, start, end)}
+    rest = "x".join(head[end:start] for (_, end, _), (start, _, _) in pairwise([(0, 0, 0), *places, (len(head), 0, 0)]))
+    if not named or search("refuses", rest):
+        return set()
+    named |= {
+        index
+        for piece in [*re.split("[,;、x]", rest), text[len(cut_reason(text)) :].strip(" ,;")]
+        for index in _find_same(piece, choices)
+    }
+    is_joined = re.search(r"x[)*\s]*(?:[/&|;、]|or\b|and\b|或|和)\s*\S|(?:[/&|;、]|\b(?:and|or)|或|和) ?[(*]*x", rest)
+    return named | ({-1} if is_joined else set())
 
 
-def _find_letters(text: str, number: int) -> list[_Place]:
-    """Return the places of the letters of options."""
-    found = []
-    for match in _LETTER.finditer(text):
-        before = text[max(0, match.start() - 40) : match.start()]
-        letter = match["bracketed"] or match["plain"]
-        is_word = match["plain"] and letter in "AI" and _FOLLOWED_BY_WORD.match(text, match.end())
-        index, is_place = LETTERS.index(letter.upper()), match["bracketed"] and WORDS["refers"].search(before)
-        if index < number and not is_place and not (is_word and not WORDS["option"].search(before)):
-            found.append(_Place(match.start(), match.end(), index))
-    small = None if found else _SMALL_LETTER.match(text)
-    if small is not None and (index := LETTERS.index(small[1].upper())) < number:
-        return [_Place(0, small.end(), index)]
-    return found
-
-
-def _find_own_text(behind: str, choices: Sequence[str], index: int) -> set[int]:
-    """Return the option whose text follows a letter: `index` for its own, others, -1 for another value, or none."""
-    behind = _DASH.sub("", behind.lstrip(MARKS + STOPS + ")]"))
-    segments = [behind, *(behind[: end.start()] for end in islice(_SEGMENT_END.finditer(behind), 3))]
-    found = (
-        _find_same(segment.strip(MARKS + "()" * segment.startswith("(")), choices) for segment in segments if segment
-    )
-    if same := next(filter(None, found), None):
-        return {index} if index in same else same
-    if _compile_choice(choices[index]).match(behind):
-        return {index}
-    return {-1} if is_value(segments[1 % len(segments)]) and is_value(choices[index]) else set()
-
-
-def _find_listed(text: str, choices: Sequence[str]) -> set[int]:
-    """Return the options that the parts of a list are, by letter or text; none if a letter has a list as its text."""
-    found, text = set[int](), cut_openers(cut_reason(text[:_MAX_REACH]))
-    longest = max(map(len, choices), default=0) + _MAX_EXTRA
-    for piece in _SEPARATOR.split(text) if choices else ():
-        item = _ITEM.match(piece)
-        rest = piece[item.end() :] if item else piece
-        if item and (index := LETTERS.index(item[1].upper())) < len(choices):
-            found.add(index)
-            if not found - {index} and strip_article(text[item.end() :]) == strip_article(choices[index]):
-                return {index}
-        else:
-            is_short = 0 < len(rest) <= longest
-            found |= {index for index, choice in enumerate(choices) if is_short and is_same_value(choice, rest)}
-    return found
-
-
-def _are_only_options(text: str, choices: Sequence[str]) -> bool:
-    """Whether a text is nothing but the texts of different options, with or without joints."""
-    text, found = text[:_MAX_REACH], 0
-    for choice in sorted(choices, key=len, reverse=True):
-        rest = _compile_choice(choice).sub("", text)
-        text, found = rest, found + (rest != text)
-    return found > 1 and not WORDS["joins"].sub("", text).strip(MARKS + STOPS + "()/|&$-–—、")
-
-
-def _may_say(text: str, choices: Sequence[str]) -> bool:
-    """Whether a text can state an option: it has the words of one, or an option may be said in other words."""
-    folded = fold(text)
-    return any(words in folded for words in map(_words_of, choices))
-
-
-@lru_cache(4096)
-def _words_of(choice: str) -> str:
-    """Return the words that each statement of an option has; none for numbers and the like."""
-    words = strip_article(choice)
-    has_one_form = words.replace(" ", "").isalpha() and not (words in POLARITY or read_quantity(words))
-    return words if has_one_form else ""
+def _is_denied(text: str, start: int, end: int) -> bool:
+    """Whether the clause of an option denies it, or compares something with it."""
+    before = re.split(r"[,;:。]", text[max(0, start - 40) : start])[-1]
+    is_denied = search("denies", before) or search("bounds", behind("verbs", before))
+    return bool(is_denied or _WITHDRAWN.match(text, end) or match("bounds", text[end:].lstrip(")* ")))
 
 
 def _find_same(text: str, choices: Sequence[str]) -> set[int]:
     """Return the options that are the same answer as `text`: the same text, else the same value."""
-    same = {index for index, choice in enumerate(choices) if strip_article(choice) == strip_article(text)}
-    return same or {index for index, choice in enumerate(choices) if is_same_open_answer(choice, text)}
+    words = strip_article(text)
+    same = {index for index, choice in enumerate(choices) if strip_article(choice) == words}
+    values = (
+        []
+        if same or not may_be_value(text)
+        else [index for index, choice in enumerate(choices) if not _words_of(choice)]
+    )
+    return same or {index for index in values if is_same_open_answer(choices[index], text.strip(MARKS))}
 
 
-def _find_texts(text: str, choices: Sequence[str]) -> list[_Place]:
-    """Return the places of the options' words; numbers and formulas have none."""
+@lru_cache(4096)
+def _words_of(choice: str) -> str:
+    """Return the words that each statement of an option has; none for numbers, formulas, yes and no."""
+    words = strip_article(choice)
+    has_one_form = words.replace(" ", "").isalpha() and words not in POLARITY and not read_quantity(words)
+    return words if has_one_form else ""
+
+
+def _find_texts(text: str, choices: Sequence[str]) -> list[tuple[int, int, int]]:
+    """Return start, end and index of the options' words, the longest ones; numbers and formulas have none."""
     places = [
-        _Place(*match.span(), index)
+        (*place.span(), index)
         for index, choice in enumerate(choices)
         if re.search(r"[^\W\d_]{2}|[\u4e00-\u9fff]", choice) and read_quantity(choice) is None and "\\" not in choice
-        for match in _compile_choice(choice).finditer(text)
+        for place in _compile_choice(choice).finditer(text)
     ]
-    longest = [max(p.end - p.start for p in places if p.start <= one.start and one.end <= p.end) for one in places]
-    return sorted(one for one, length in zip(places, longest, strict=True) if one.end - one.start == length)
+    return [p for p in places if not any(o[0] <= p[0] and p[1] <= o[1] and o[1] - o[0] > p[1] - p[0] for o in places)]
 
 
-def _is_denied(text: str, place: _Place) -> bool:
-    """Whether the clause of an option denies it, or compares something with it."""
-    before = re.split(r"[,;:。]", WORDS["so"].split(text[max(0, place.start - 40) : place.start])[-1])[-1]
-    behind = text[_IS.match(text, place.end).end() :]  # type: ignore[union-attr]
-    is_denied = WORDS["denies"].search(before) or WORDS["bounds"].search(WORDS["verbs"].split(before)[-1])
-    return bool(is_denied or WORDS["denies"].match(behind) or WORDS["bounds"].match(behind))
-
-
-@lru_cache(maxsize=4096)
+@lru_cache(4096)
 def _compile_choice(choice: str) -> re.Pattern[str]:
     words = r"\s+".join(map(re.escape, _LATEX.sub(r"\1", to_half_width(strip_wrapping(choice))).split()))
     return re.compile(rf"(?<![A-Za-z0-9])(?<!\w-){words or '(?!)'}(?![A-Za-z0-9]|[.,]\d)", re.IGNORECASE)
@@ -585,11 +460,25 @@ def _compile_choice(choice: str) -> re.Pattern[str]:
 
 def _read_open(part: str, rule: str) -> Answer | None:
     """Return the open answer that a part states, or None. A line counts if it is short, or says Yes or No."""
-    whole = part.strip()
-    is_long = len(whole.split()) > _MAX_LINE_WORDS or len(whole) > _MAX_LINE_LENGTH
-    if not strip_wrapping(whole) or (rule == "line" and is_long and not find_polarity(whole)):
+    part = _first_sentence(part) if rule == "statement" else part
+    part = _BULLETS.sub("", strip_wrapping(part) if rule in ("box", "tag") else part)
+    if read_quantity(strip_wrapping(part)):
+        return Answer(rule.removeprefix("first "), part, value=part)
+    is_long = len(part.split()) > _MAX_WORDS or len(part) > _MAX_LINE
+    if rule == "confirmation" or not strip_wrapping(part):
         return None
-    return Answer(rule, part.strip(), value=whole, excluded=why_no_value(whole))
+    if "line" in rule and not find_polarity(part) and (is_long or rule != "line"):
+        return None
+    return Answer(rule.removeprefix("first "), part, value=part, excluded=why_no_value(part))
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of `text`, with those behind it that join another answer."""
+    for end in _SENTENCE_END.finditer(text):
+        behind = text[end.end() :].lstrip(MARKS)
+        if not (match("joins", behind) or read_quantity(strip_wrapping(_SENTENCE_END.split(behind)[0]))):
+            return text[: end.end()]
+    return text
 
 
 _MAX_EXACT_NUMBER = 1e18  # floats far below it are exact integers
@@ -665,8 +554,7 @@ def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
         word = "yes" if solution else "no"
         solution = next((option for option in options if POLARITY.get(normalise(option)) == word), word)
     if isinstance(solution, str):
-        content = answer_tag(solution)
-        solution = (solution if content is None else content).strip()
+        solution = re.sub(r"(?i)^.*<answer>|</answer>.*", "", solution, flags=re.DOTALL).strip()
     if solution == "" or not (isinstance(solution, str) or _is_number(solution)):
         raise RewardError(f"solution is {excerpt(solution)}: give the right answer, a text or a number")
     if not options:
@@ -680,9 +568,9 @@ def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
 
 @lru_cache(4096)
 def _resolve_open(text: str) -> Solution:
-    found = stated_answer(text, is_open=True)
-    if found is not None and found.rule in ("box", "hashes", "statement") and strip_wrapping(found.part):
-        text = strip_wrapping(cut_reason(found.part))
+    rule, part = next(_find_explicit(to_half_width(text)), ("", ""))
+    if rule in ("box", "hashes", "statement") and strip_wrapping(part):
+        text = strip_wrapping(cut_reason(_first_sentence(part) if rule == "statement" else part))
     elif len(text.split()) > _MAX_GOLD_WORDS:
         raise RewardError(f"solution is {excerpt(text)}, which states no answer: give it alone, or in \\boxed{{}}")
     letter = _GOLD_LETTER.fullmatch(strip_wrapping(to_half_width(text)))

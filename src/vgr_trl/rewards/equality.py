@@ -8,54 +8,61 @@ from functools import lru_cache
 from vgr_trl.processes import limit_seconds
 from vgr_trl.rewards.phrases import (
     POLARITY,
-    WORDS,
     bracket_depths,
-    cut_openers,
+    cut_fillers,
     find_phrases,
     normalise,
     read_quantity,
     read_unit,
+    search,
     simplify_units,
     split_list,
     strip_article,
     strip_wrapping,
     to_half_width,
+    why_no_value,
 )
 
 _LATEX_SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≤": r"\leq ", "≥": r"\geq ",
     "≠": r"\neq ", "±": r"\pm ", "∞": r"\infty ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "°": r"^\circ ",
-    "!=": r"\neq ", "²": "^{2}", "³": "^{3}",
+    "!=": r"\neq ", ">=": r"\geq ", "<=": r"\leq ", "²": "^{2}", "³": "^{3}",
     "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\displaystyle": "",
 }  # fmt: skip
-_COMMANDS = (
-    "frac|sqrt|pi|cdot|times|div|pm|infty|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|sin|cos|tan|cot|log|ln|exp|"
-    "circ|leq|geq|neq|le|ge|ne|lt|gt|cup|cap"
-)
-_MATH_EXPRESSION = re.compile(
-    rf"(?:\\(?:{_COMMANDS})(?![A-Za-z])|\\[{{}}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|[0-9.+\-*/^=<>(){{}}\[\],|_ ])+"
+_FORMULA = re.compile(
+    r"(?:\\(?:frac|sqrt|pi|cdot|times|div|pm|infty|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|sin|cos|tan|cot|log|ln"
+    r"|exp|circ|leq|geq|neq|le|ge|ne|lt|gt|cup|cap)(?![A-Za-z])|\\[{}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])"
+    r"|[0-9.+\-*/^=<>(){}\[\],|_ ])+"
 )
 _MATH_SIGN = re.compile(r"[0-9\\+*^=<>/√π∞θαβ°×·÷±≤≥≠²³]|pi|sqrt")
-_NOT_ONE_EXPRESSION = re.compile(r"\d\s+\d|\d\.\d*\.|\d\s*_|[*/+^_=-]\s*$")
-_DATE_OR_RANGE = re.compile(r"\s*\d+(?:\s*-\s*\d+|(?:\s*[-/]\s*\d+){2,})\s*")
+_NOT_ONE_EXPRESSION = re.compile(
+    r"\d\s+\d|\d\.\d*\.|\d\s*_|[*/+^_=-]\s*$|\d\s*\(\s*[\d.]+\s*\)|^\s*\d+(?:\s*-\s*\d+|(?:\s*[-/]\s*\d+){2,})\s*$"
+)
 _INFINITE_BOUND = re.compile(r"(?:^|(?<=[(\[,<>]))\s*[+-]?\s*\\infty\s*(?=[,)\]<>]|$)")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _EXPONENT = re.compile(r"\^\s*(?:\{([^{}^]*)\}|([A-Za-z0-9])|(-\d)|\\circ)")
-_LAST_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]$")
-_PRODUCT = re.compile(r"(?<![A-Za-z\\])([A-Za-z])(?=[a-z](?![A-Za-z]))")
-_NAME = re.compile(  # x, AB, \angle ABC, S_1, f(x), Area: no product such as 2x or ab
-    r"(?=\s*[^\d\s])\s*(?:(?:m?\\(?:angle|triangle|overline|vec)\s?|\\?(?:sin|cos|tan|cot)\s?|[∠△]|[A-Za-z]{4,}\s)\{?)?"
-    r"(?:[A-Z]{1,4}|[a-zθαβγφ]|\\(?:theta|alpha|beta|gamma|phi)|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z]\))?\s*"
-    r"|\s*[fghpFGHP]\(-?\d+\)\s*|(?=.*(?:[A-Za-z]{4}|[\u4e00-\u9fff]{2}))(?:[^\W\d]| )+"
+_NAME = re.compile(  # x, AB, \angle ABC, S_1, f(x), f(2), Area: no product such as 2x or ab
+    r"(?=\s*[^\d\s])\s*(?:m?\\(?:angle|triangle|overline|vec)\s?\{?|\\?(?:sin|cos|tan)\s?|[∠△]|[A-Za-z]{4,}\s)?"
+    r"(?:[A-Z]{1,4}|[a-zθαβγφ]|\\(?:theta|alpha|beta|gamma|phi)|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z\d]\))?\s*"
+    r"|(?=.*(?:[A-Za-z]{4}|[\u4e00-\u9fff]{2}))(?:[^\W\d]| )+"
 )
-_MAX_FORMULA_LENGTH, _MAX_DEPTH = 200, 6
+_FORMULA_UNIT = re.compile(
+    r"(.*?[\d)}πa-z])\s*((?<![A-Za-z\\])(?:(?:square|cubic) )?[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|[\u4e00-\u9fff]+)"
+)
+_AND = re.compile(r",?\s+and\s+|\s*(?:→|->|;)\s*|(?<=[\u4e00-\u9fff])和", re.IGNORECASE)
+_OPERATION = re.compile(r"[-−+*/^=×÷·(√π≈\\]|sqrt|\bpi\b")
+_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
+_DATE = re.compile(
+    rf"(?:(\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ?)?({'|'.join(_MONTHS)})[a-z]*\.?(?: (\d{{1,2}})(?:st|nd|rd|th)?)?"
+    r"(?:,? (\d{4}))?|(\d{4})(?:[-/.]|年)(\d{1,2})(?:[-/.]|月)(\d{1,2})日?"
+)
 
 
 @lru_cache(4096)
 def _read_gold(text: str) -> str:
     """Return an open reference without the words before its answer; yes or no if it begins with that."""
     text = to_half_width(text)
-    return POLARITY.get(normalise(re.split(r"[,.;]", text)[0])) or cut_openers(text)
+    return POLARITY.get(normalise(re.split(r"[,.;]", text)[0])) or cut_fillers(text)
 
 
 def is_same_open_answer(gold: str, answer: str) -> bool:
@@ -74,9 +81,8 @@ def is_literal(gold: str) -> bool:
 def is_value(text: str) -> bool:
     """Return whether a text is a number or a formula."""
     text = strip_wrapping(to_half_width(text))
-    return read_quantity(text) is not None or (
-        _MATH_SIGN.search(text) is not None and _is_formula(_to_latex(_split_unit(text)[0]))
-    )
+    is_formula = _MATH_SIGN.search(text) and _is_formula(_to_latex(_split_unit(text)[0]))
+    return bool(is_formula) or read_quantity(text) is not None
 
 
 @lru_cache(4096)
@@ -95,108 +101,96 @@ def is_same_value(gold: str, answer: str) -> bool:
     words = strip_article(gold), strip_article(answer)
     if len({POLARITY.get(text, text) for text in words}) == 1:
         return True
-    if not (first or _MATH_SIGN.search(gold) or _LISTS.search(gold) or "=" in answer):  # words that differ
+    if first is not None and not _OPERATION.search(answer):  # a number, and a sentence with one
         return False
-    plain = {_TIME.sub(r"\1:\2", _TIGHT.sub("", text)) for text in words}
-    if len([text for text in plain if _HALF_OF_DAY.search(text)]) == 1:  # 10:45 and 10:45 AM
-        plain = {_HALF_OF_DAY.sub("", text) for text in plain}
-    if len(plain) == 1 or len({_read_date(text) or text for text in plain}) == 1:
+    if not (first or _MATH_SIGN.search(gold) or re.search("[,、]", gold) or "=" in answer):  # words
+        return False
+    plain = [
+        re.sub(r"\s" if "\\" in text else r"(?<=\d) (?=[a-z°])|(?<=\d) ?(?=:)|(?<=:) ?(?=\d)", "", text)
+        for text in words
+    ]
+    if len({_read_date(text) or text for text in plain}) == 1:
+        return True
+    short = [re.sub(r" ?[ap]\.?m\.?$|^0(?=\d:)", "", text) for text in plain]  # 4:15 pm, 07:45
+    if ":" in gold and (plain[0] == short[1] or short[0] == plain[1]):
         return True
     if gold.startswith("[") != answer.startswith("["):  # a list with its brackets, and one without or with others
         is_long = min(gold.count(","), answer.count(",")) > 1
         gold, answer = (text.strip("[](){}\\ " if is_long else "[]") for text in (gold, answer))
-    golds = split_list(gold) if first is None else [gold]
+    golds = split_list(_AND.sub(",", gold) if "," in gold else gold) if first is None else [gold]
     answers = split_list(_AND.sub(",", answer) if len(golds) > 1 else answer)
     if len(golds) > 1 and len(golds) == len(answers):
         return all(is_same_value(*pair) for pair in zip(golds, answers, strict=True))
-    if len(golds) != len(answers):
+    return len(golds) == len(answers) and _is_same_expression(gold, answer)
+
+
+def _is_same_expression(gold: str, answer: str) -> bool:
+    answer = re.sub(r"≈|\\approx(?![a-z])", "=", answer)
+    if search("joins", answer):  # x = 3 or x = 5
         return False
     if "=" not in gold and "=" in answer and not re.search(r"[<>!]", answer):  # 24*24 = 576
         *others, last = answer.split("=")
         is_named = len(others) > 1 and _NAME.fullmatch(others[0]) is not None  # AC = AB + BC = 5
         return all(_is_side(side, last, is_named) for side in others) and is_same_value(gold, last)
-    if max(len(gold), len(answer)) > _MAX_FORMULA_LENGTH or not (_MATH_SIGN.search(gold) and _MATH_SIGN.search(answer)):
+    if max(len(gold), len(answer)) > 200 or not (_MATH_SIGN.search(gold) and _MATH_SIGN.search(answer)):
         return False
     (gold, unit), (answer, other) = _split_unit(gold), _split_unit(answer)
-    return not (unit and other and unit != other) and _is_same_formula(_to_latex(gold), _to_latex(answer))
-
-
-_LISTS = re.compile("[,、]")
-_FORMULA_UNIT = re.compile(
-    r"(.*?[\d)}πa-z])(\s*)((?<![A-Za-z\\])(?:(?:square|cubic|sq\.?) )?[A-Za-zμΩ]+"
-    r"(?:\s?\^\s?\{?[23]\}?)?|(?<=[\d)}π])[\u4e00-\u9fff]+)"
-)
+    gold, answer = _to_latex(gold), _to_latex(answer)
+    if "=" not in answer and gold.count("=") == 1 and _NAME.fullmatch(gold.partition("=")[0]):
+        return is_same_value(gold.partition("=")[2], answer)
+    return (
+        not (unit and other and unit != other)
+        and {*_VARIABLE.findall(gold)} == {*_VARIABLE.findall(answer)}  # math-verify takes letters for units: 3m for 3
+        and all(gold.count(sign) == answer.count(sign) for sign in ("=", "\\pm"))
+        and _is_formula(gold)
+        and _is_formula(answer)
+        and is_same_formula(gold, answer)
+    )
 
 
 def _split_unit(text: str) -> tuple[str, str | None]:
     """Return a formula and the unit behind it, None if it has none."""
     text = simplify_units(text)
     if (match := _FORMULA_UNIT.fullmatch(text)) and re.search(r"[√π\\]", match[1]):
-        unit = read_unit(match[3], attached=len(match[3]) == 1)
+        unit = read_unit(match[2], attached=len(match[2]) == 1)
         return (match[1], unit) if unit else (text, None)
     return text, None
-
-
-_TIGHT = re.compile(r"(?<=\d) (?=[a-z°])|(?<=\d) ?(?=:)|(?<=:) ?(?=\d)")  # spaces in 5 m and 1 : 2
-_TIME = re.compile(r"(\d{1,2})[点时](\d{1,2})分")
-_HALF_OF_DAY = re.compile(r"(?<=:\d\d) ?[ap]\.?m\.?$|^(?:上午|下午|早上|晚上)")
-_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
-_DATE = re.compile(
-    rf"(?:(?P<day>\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ?)?(?P<month>{'|'.join(_MONTHS)})[a-z]*\.?"
-    r"(?: (?P<day2>\d{1,2})(?:st|nd|rd|th)?)?(?:,? (?P<year>\d{4}))?"
-    r"|(?P<year2>\d{4})(?:[-/.]|年)(?P<number>\d{1,2})(?:[-/.]|月)(?P<day3>\d{1,2})日?"
-)
 
 
 def _read_date(text: str) -> tuple[int, int, int] | None:
     """Return (year, month, day) of a date that names its month or begins with its year; a year that is missing is 0."""
     match = _DATE.fullmatch(text)
-    day = match and (match["day"] or match["day2"] or match["day3"])
+    day = match and (match[1] or match[3] or match[7])
     if match is None or day is None:
         return None
-    month = int(match["number"]) if match["number"] else _MONTHS.index(match["month"]) + 1
-    return int(match["year"] or match["year2"] or 0), month, int(day)
+    return int(match[4] or match[5] or 0), int(match[6] or _MONTHS.index(match[2]) + 1), int(day)
 
 
 def _to_latex(text: str) -> str:
     for sign, latex in _LATEX_SIGNS.items():
         text = text.replace(sign, latex)
     text = re.sub(r"√\s?(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|\w))", r"\\sqrt{\1\2\3}", text)
-    text = _PRODUCT.sub(r"\1 ", text) if re.search(r"[=^\\]", text) else text
+    if re.search(r"[=^\\]", text):  # a product of two variables
+        text = re.sub(r"(?<![A-Za-z\\])([A-Za-z])(?=[a-z](?![A-Za-z]))", r"\1 ", text)
     text = re.sub(r"(?<![A-Za-z\\])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
     return re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text).strip()
 
 
 def _is_side(side: str, value: str, is_named: bool) -> bool:
     """Whether `side = value` states a value: `side` is a name, or is computed and no other number."""
-    if _NAME.fullmatch(simplify_units(side)):
-        return not (
-            WORDS["refuses"].search(side) or any(read_quantity(each) for each in side.split() if each.isalpha())
-        )  # Suppose x = 5, two = 5
+    if _NAME.fullmatch(simplify_units(side)):  # not: Suppose x = 5, two = 5
+        return not (why_no_value(side) or any(read_quantity(word) for word in side.split() if word.isalpha()))
     read, number = read_quantity(side), read_quantity(value)
-    return (is_named or not re.search(r"(?<![A-Za-z\\])[A-Za-z]", side)) and (
-        read is None or number is None or read.equals(number)
-    )
-
-
-def _is_same_formula(gold: str, answer: str) -> bool:
-    if "=" not in answer and gold.count("=") == 1 and _NAME.fullmatch(gold.partition("=")[0]):
-        return is_same_value(gold.partition("=")[2], answer)
-    if set(_VARIABLE.findall(gold)) != set(_VARIABLE.findall(answer)):  # math-verify takes letters for units: 3m for 3
-        return False
-    if any(gold.count(sign) != answer.count(sign) for sign in ("=", "\\pm")) or not (
-        _is_formula(gold) and _is_formula(answer)
-    ):
-        return False
-    return gold.replace(" ", "") == answer.replace(" ", "") or is_same_formula(gold, answer)
-
-
-_AND = re.compile(r",?\s+and\s+|\s*(?:→|->)\s*|(?<=[\u4e00-\u9fff])和", re.IGNORECASE)
+    is_computed = is_named or not re.search(r"(?<![A-Za-z\\])[A-Za-z]", side)
+    return is_computed and (read is None or number is None or read.equals(number))
 
 
 def _is_formula(text: str) -> bool:
-    """Whether `text` is one mathematical expression that is cheap to evaluate: no towers, no large exponents."""
-    if not _MATH_EXPRESSION.fullmatch(text) or _NOT_ONE_EXPRESSION.search(text) or _DATE_OR_RANGE.fullmatch(text):
+    """Whether `text` is one mathematical expression that is cheap to evaluate: no towers, no large exponents.
+
+    Exponents of a bracket multiply the terms, and those of a variable the degree; those of a number are only computed.
+    """
+    if not _FORMULA.fullmatch(text) or _NOT_ONE_EXPRESSION.search(text):
         return False
     if "\\infty" in _INFINITE_BOUND.sub("", text) or (re.search(r"[=<>]", text) and not _VARIABLE.search(text)):
         return False
@@ -204,12 +198,13 @@ def _is_formula(text: str) -> bool:
     if len(exponents) != text.count("^") or any(text[match.end() :].lstrip().startswith("^") for match in exponents):
         return False
     powers = [digits for match in exponents for digits in re.findall(r"\d+", match[0])]
-    most = 16 if re.search(r"[)\]}]\s*\^", text) else 10_000  # of brackets, and of a number
+    most = 10_000 if re.fullmatch(r"[\d.+\-*/^=(){} ]*|[^()]*\\(?:times|cdot)[^()A-Za-z]*", text) else 16
     return (
-        max(bracket_depths(text), default=0) <= _MAX_DEPTH
+        max(bracket_depths(text), default=0) <= 6
         and max(map(len, re.findall(r"\d+", text)), default=0) <= 30
         and max(map(len, powers), default=0) <= 4
         and math.prod(max(int(digits), 1) for digits in powers) <= most
+        and len(re.findall(r"\\(?:sin|cos|tan|cot|log|ln|exp)", text)) <= 4
     )
 
 
@@ -224,18 +219,19 @@ def is_same_formula(gold: str, answer: str) -> bool:
         gold: the right formula, without dollar signs.
         answer: the stated formula, without dollar signs.
     """
+    if gold.replace(" ", "") == answer.replace(" ", ""):
+        return True
     from math_verify import LatexExtractionConfig, parse, verify
     from math_verify.errors import TimeoutException
 
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    gold, answer = (
+        text + "+0" * bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text)) for text in (gold, answer)
+    )  # no unit
+    options = {"extraction_config": [LatexExtractionConfig()], "fallback_mode": "no_fallback", "parsing_timeout": None}
     try:
         with limit_seconds(_VERIFY_SECONDS, TimeoutException):
-            gold, answer = (text + "+0" * bool(_LAST_VARIABLE.search(text)) for text in (gold, answer))  # no unit
-            parsed = [
-                parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
-                for text in (gold, answer)
-            ]
-            return bool(verify(*parsed, timeout_seconds=None))
+            return bool(verify(*(parse(f"${text}$", **options) for text in (gold, answer)), timeout_seconds=None))
     except (Exception, TimeoutException):
         return False

@@ -1,6 +1,4 @@
-"""Words of each language, from `statements.toml`, numbers with units, and phrases, in text without differences that do
-not count.
-"""
+"""Words of `statements.toml`, numbers with units, and the phrases of a clause that may be its answer."""
 
 import re
 import tomllib
@@ -12,34 +10,26 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
-TABLES = tomllib.loads(Path(__file__).with_name("statements.toml").read_text(encoding="utf-8"))
-POLARITY = {word: name for table in TABLES.values() for name in ("yes", "no") for word in table.get(name, ())}
-
-
-def compile_words(name: str, *languages: str, flags: re.RegexFlag = re.IGNORECASE) -> re.Pattern[str]:
-    """Compile the entries of languages (all by default) under `name` into one pattern."""
-    patterns = []
-    for language in languages or TABLES:
-        entry = TABLES[language].get(name, [])
-        flag = "a" * (language == "en")  # an English word may stand right behind an ideograph
-        patterns += [f"(?{flag}:{part})" for part in ([entry] if isinstance(entry, str) else entry)]
-    return re.compile("|".join(patterns) or "(?!)", flags | re.MULTILINE)
-
-
-WORDS = {
-    name: compile_words(name)
-    for name in (
-        "states confirms unless openers option reasons joins denies refuses withdraws bounds refers verbs leads starts "
-        "places doing so points pronouns articles courtesies computes"
-    ).split()
+_HERE = Path(__file__)
+TABLES = {
+    table: {name: words.replace("\n", "") for name, words in lines.items()}
+    for table, lines in tomllib.loads(_HERE.with_name("statements.toml").read_text("utf-8")).items()
 }
-OR = re.compile(r"\b(?:or|vs|either|alternatively|alias)\b|或|还是|也可能|要么|または", re.IGNORECASE)
-_HALF_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u3000": " ", "\xa0": " "}
+_WORDS = {  # of texts that are ASCII, and of others, where an English word may stand right behind an ideograph
+    name: [
+        re.compile(text, re.ASCII | re.MULTILINE)
+        for text in (words, f"{words}|{TABLES['ideographs'].get(name, words)}")
+    ]
+    for name, words in TABLES["words"].items()
+}
+POLARITY = {word: name for name in ("yes", "no") for word in TABLES["words"][name].split("|")}
+_HALF_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u3000": " ", "\xa0": " ", "İ": "I"}
 _HALF_WIDTH |= dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")  # invisible spaces and joiners
-_FULL_WIDTH = re.compile(f"[{''.join(_HALF_WIDTH)}]")
-_EXCLAMATION_AFTER_WORD = re.compile(r"(?<=[^\W\d_]{2})[!?]+$")
+_WIDE = re.compile(f"[{''.join(_HALF_WIDTH)}]")
 MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」«»《》", ".。,;:"
+_END = re.compile(rf"(?:[{STOPS}\s]|(?<=[^\W\d_]{{2}})[!?])+\Z")  # "5!" keeps its sign
 _WRAPPED = re.compile(
     r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|fbox)\s?\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
     r"|\\\((.*)\\\)|\\\[(.*)\\\]|\$\$?([^$]*)\$\$?|【(.*)】",
@@ -49,7 +39,23 @@ _WRAPPED = re.compile(
 
 def to_half_width(text: str) -> str:
     """Return `text` with full-width letters, digits, punctuation and spaces as ASCII, without zero-width characters."""
-    return text if text.isascii() else _FULL_WIDTH.sub(lambda each: _HALF_WIDTH[each[0]], text)
+    return text if text.isascii() else _WIDE.sub(lambda sign: _HALF_WIDTH[sign[0]], text)
+
+
+def search(kind: str, text: str) -> re.Match[str] | None:
+    """Find the first words of a kind in a text of any case."""
+    return _WORDS[kind][not text.isascii()].search(text.lower())
+
+
+def match(kind: str, text: str) -> re.Match[str] | None:
+    """Find words of a kind at the start of a text of any case."""
+    return _WORDS[kind][not text.isascii()].match(text.lower())
+
+
+def behind(kind: str, text: str) -> str:
+    """Return the text behind the last words of a kind, the whole text if it has none."""
+    ends = [words.end() for words in _WORDS[kind][not text.isascii()].finditer(text.lower())]
+    return text[ends[-1] :] if ends else text
 
 
 def fold(text: str) -> str:
@@ -59,15 +65,9 @@ def fold(text: str) -> str:
 
 @lru_cache(4096)  # parts of a completion are compared with each option
 def normalise(text: str) -> str:
-    """Return `text` folded (`fold`) and without final punctuation.
-
-    Exclamation and question marks are removed only after a word, so that 5! stays. Punctuation alone stays.
-    """
-    collapsed = fold(text)
-    stripped = collapsed.rstrip(STOPS).rstrip()
-    while stripped.endswith(("!", "?")) and (match := _EXCLAMATION_AFTER_WORD.search(stripped)):
-        stripped = stripped[: match.start()].rstrip(STOPS).rstrip()
-    return stripped or collapsed
+    """Return `text` folded (`fold`) and without final punctuation, unless it is nothing else."""
+    folded = fold(text)
+    return _END.sub("", folded) or folded
 
 
 @lru_cache(4096)
@@ -77,109 +77,107 @@ def strip_wrapping(text: str) -> str:
     while text != before:
         before, text = text, text.strip(MARKS)
         text = text.rstrip(STOPS).strip(MARKS) or text
-        if match := _WRAPPED.fullmatch(text):
+        if text[:1] in ("\\", "$", "【") and (match := _WRAPPED.fullmatch(text)):
             text = next(part for part in match.groups() if part is not None)
     return text
 
 
-@lru_cache(4096)  # the options of a question are compared again for each part of each completion
+@lru_cache(4096)
 def strip_article(text: str) -> str:
-    """Return `text` normalised, without a leading article or a trailing 的 or です."""
-    text = normalise(strip_wrapping(text)).removesuffix("的").removesuffix("です")
-    match = WORDS["articles"].match(text)
-    return (text[match.end() :].strip() or text) if match else text
+    """Return `text` normalised, without a leading article or a trailing 的."""
+    text = normalise(strip_wrapping(text)).removesuffix("的")
+    article = match("articles", text)
+    return (text[article.end() :].strip() or text) if article else text
 
 
-# One unit per line: its name, then other spellings, separated by commas. Some match in any case, see below.
-_LINES = Path(__file__).with_name("units.txt").read_text(encoding="utf-8").splitlines()
-_UNITS = [line.split(", ") for line in _LINES if not line.startswith("#")]
-_UNIT_NAMES = {spelling: unit[0] for unit in _UNITS for spelling in unit}
-_FOLDED_UNIT_NAMES = {
-    spelling.casefold(): name
-    for spelling, name in _UNIT_NAMES.items()
-    if len(spelling) > 1 and not (spelling[0] in "mM" and spelling[1:] in _UNIT_NAMES)  # milli or mega
-}
-
-_UNIT_TERM = re.compile(
-    r"(?:(?P<square>(?:square|sq\.?)\s+|平方)|(?P<cube>cubic\s+|立方))?(?P<base>.+?)"
-    r"(?:\s?\^\s?\{?(?P<power>[23])\}?|(?<=m)(?P<plain>[23]))?",
-    re.IGNORECASE,
+_PREFIXES = "k kilo 千|c centi 厘|m milli 毫|d deci 分|M mega 兆|G giga 吉|T tera 太|μ micro 微|n nano 纳".split("|")
+_UNITS: dict[str, str] = {}
+for _line in _HERE.with_name("units.txt").read_text("utf-8").splitlines()[1:]:
+    for _words in (_unit.split(", ") for _unit in _line.removeprefix("+ ").split("; ")):
+        for _prefix in ([""] * 3, *(map(str.split, _PREFIXES) if _line[0] == "+" else ())):
+            for _word in _words:
+                _kind = 2 if not _word.isascii() and _word != "Ω" else int(len(_word) > 2)
+                _UNITS.setdefault(_prefix[_kind] + _word, _prefix[0] + _words[0])
+                if _word.isascii() and len(_word) > 1:  # the plural
+                    _UNITS.setdefault(f"{_prefix[_kind]}{_word}s", _prefix[0] + _words[0])
+_UNIT = re.compile(
+    r"(square\s+|sq\.?\s+|平方)?(cubic\s+|立方)?(.+?)(?:\s?\^\s?\{?([23])\}?|(?<=m)([23]))?", re.IGNORECASE
 )
-_INVERSE = re.compile(r"(?:^|\s|(?<=[a-z])\\cdot\s?)([A-Za-z]+)\s?\^\s?\{?-(?:1|([23]))\}?$")  # m s^{-2}
-_PER = re.compile(r"\s?/\s?|\s+per\s+", re.IGNORECASE)
-_DEGREE = re.compile(r"\*?\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]")
-_LATEX_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mathbf|textbf|operatorname|rm)\s?\{([^{}]*)\}")
-_SUPERSCRIPTS, _PLAIN_DIGITS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+"), str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_THOUSANDS = re.compile(r"(?<=\d)(?:[\u202f\u2009]|\\,|\{,\})(?=\d{3}(?!\d))")
-_LATEX_SPACE = re.compile(r"\\[,;:! ]|\\(?:quad|qquad)(?![A-Za-z])|(?<=\S)~|~(?=[A-Za-z])")
+_SIMPLER: list[tuple[re.Pattern[str], Any]] = [
+    (re.compile(r"(?<=\d)(?:[\u202f\u2009]|\\,|\{,\})(?=\d{3}(?!\d))"), ""),  # thousands
+    (re.compile(r"\*?\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]"), "°"),
+    (re.compile(r"\\[,;:! ]|\\(?:quad|qquad)(?![A-Za-z])|(?<=\S)~|~(?=[A-Za-z])"), " "),
+    (re.compile(r"\\(?:text|textrm|mathrm|mathbf|textbf|operatorname|rm)\s?\{([^{}]*)\}"), r"\1"),
+    (re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+"), lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}"),
+]
 
 
 def simplify_units(text: str) -> str:
     r"""Return `text` with degrees, spaces, texts and powers as plain characters, such as 5 cm for `5\,\text{cm}`."""
-    text = _LATEX_TEXT.sub(r"\1", _LATEX_SPACE.sub(" ", _DEGREE.sub("°", _THOUSANDS.sub("", text))))
-    return _SUPERSCRIPTS.sub(lambda digits: f"^{{{digits[0].translate(_PLAIN_DIGITS)}}}", text)
+    for pattern, plain in () if text.isascii() and not re.search(r"[\\~*^{]", text) else _SIMPLER:
+        text = pattern.sub(plain, text)
+    return text
 
 
 def read_unit(text: str, *, attached: bool = False) -> str | None:
-    """Return the canonical name of the unit that `text` spells; None if it is not listed.
+    """Return the name of the unit that `text` spells, also squared or per another; None if it is not listed.
 
     Args:
-        text: a unit, also squared or cubed, also per another: `cm`, `square metres`, `km/h`, `m/s^2`.
+        text: a unit: `cm`, `square metres`, `km/h`, `m/s^2`.
         attached: whether the unit follows the number without a space; a single letter is then a variable, but not m.
     """
     text = " ".join(unicodedata.normalize("NFKC", text).split())
     if attached and re.fullmatch(r"[A-Za-ln-z](?:\^\{?\d\}?)?", text):
         return None
-    text = _INVERSE.sub(lambda match: f"/{match[1]}" + f"^{match[2]}" * bool(match[2]), text)
-    parts = [part and _read_unit_term(part) for part in _PER.split(text, maxsplit=1)]
-    return None if None in parts else "/".join(map(str, parts))
+    names = []
+    for part in re.split(r"\s?/\s?|\s+per\s+", text, maxsplit=1):
+        square, cube, word, *power = unit.groups() if (unit := _UNIT.fullmatch(part)) else ("",) * 5
+        name = _UNITS.get(word) or (_UNITS.get(word.casefold()) if len(word) > 3 else None)
+        if part and not name:
+            return None
+        exponent = "2" if square else "3" if cube else power[0] or power[1]
+        names.append(f"{name or ''}^{exponent}" if exponent else name or "")
+    return "/".join(names)
 
 
-def _read_unit_term(text: str) -> str | None:
-    match = _UNIT_TERM.fullmatch(text)
-    if match is None:
-        return None
-    powers = ["2"] * bool(match["square"]) + ["3"] * bool(match["cube"]) + [match["power"] or match["plain"] or ""]
-    unit = _UNIT_NAMES.get(match["base"])
-    unit = unit or (_FOLDED_UNIT_NAMES.get(match["base"].casefold()) if len(match["base"]) > 1 else None)
-    return unit and "^".join([unit, *filter(None, powers)])
-
-
-_NUMBER = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
-_POWER_OF_TEN = r"[eE](?P<exponent>[+-]?\d{1,2})|\s?(?:×|\\times|\\cdot|[*·x])\s?10\s?\^\s?"
-_POWER_OF_TEN += r"(?P<power>-?\d{1,2}|\{\s?[+-]?\d{1,2}\s?\})"
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_HANZI = ["", *"一二三四五六七八九"]
+_NUMBER_WORDS = {word: number for number, word in enumerate(_ONES)} | {"两": 2, "零": 0}
+for _number in range(1, 100):
+    _ten, _one = divmod(_number, 10)
+    _NUMBER_WORDS[_HANZI[_ten] * (_ten > 1) + "十" * bool(_ten) + _HANZI[_one]] = _number
+    if _ten > 1:
+        _NUMBER_WORDS[_TENS[_ten - 2] + (f"-{_ONES[_one]}" if _one else "")] = _number
+_WORD_PATTERN = "|".join(sorted(_NUMBER_WORDS, key=len, reverse=True))
+_NUMBER_WORD = re.compile(rf"(?:{_WORD_PATTERN})(?![A-Za-z0-9一二三四五六七八九十百千万亿点分-])", re.IGNORECASE)
 _QUANTITY = re.compile(
-    r"(?:(?P<before>[+-])?(?P<currency>[€£¥￥₹]|(?:US)?\\?\$|(?:USD|EUR|GBP|INR|CNY)(?= ?\d))\s?)?"
-    rf"(?P<sign>[+-])?(?P<number>{_NUMBER})(?:{_POWER_OF_TEN})?(?P<gap>\s*)(?P<unit>\S.*)?",
+    r"(?:([+-])?([€£¥￥₹]|(?:US)?\\?\$|(?:USD|EUR|GBP|INR|CNY)(?= ?\d))\s?)?([+-])?"
+    r"([1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+    r"(?:[eE]([+-]?\d{1,2})|\s?(?:×|\\times|\\cdot|[*·x])\s?10\s?\^\s?(-?\d{1,2}|\{\s?[+-]?\d{1,2}\s?\}))?(\s*)(\S.*)?",
     re.DOTALL,
 )
-_FRACTION = re.compile(r"([+-]?)(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{(\d+)\}\s?\{(\d+)\})")
-_VULGAR = re.compile("[¼-¾⅐-⅞]")
-_NUMBERS = [pair for table in TABLES.values() for pair in enumerate(table.get("numbers", ()))]
-_NUMBER_WORDS = {word: number for number, words in _NUMBERS for word in words.split("|")}
-for _table in TABLES.values():
-    for _tens, _ten in enumerate(_table.get("tens", ()), 2):  # forty, forty-two, 四十二
-        _units = {"": 0} | {word.split("|")[0]: unit for unit, word in enumerate(_table["numbers"][1:10], 1)}
-        _joint = "-" if _ten.isascii() else ""
-        _NUMBER_WORDS |= {_ten + _joint * bool(word) + word: 10 * _tens + unit for word, unit in _units.items()}
-_NUMBER_WORD_PATTERN = re.compile(
-    rf"^(?:{'|'.join(sorted(_NUMBER_WORDS, key=len, reverse=True))})(?![A-Za-z0-9一二三四五六七八九十百千万点分])",
+_FRACTION = re.compile(r"([+-]?)(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{?(\d+)\}?\s?\{?(\d+)\}?)")
+_NO_NOUN = (  # words that change a number
+    rf"(?:{_WORD_PATTERN}|is|was|has|does|less|unless|plus|minus|times|as|vs|its|thus|this|us|[a-z]*(?:[dnhrf]ths?|illions?)"
+    r"|halves|quarters|dozens|hundreds|thousands|pairs|crores|lakhs|or|and|to|in|on|at|of|for|than|more|out|by|over|per|if)\b"
+)
+_COUNTED = re.compile(  # things, but no scale or second number
+    rf"(?:(?!{_NO_NOUN})[a-z-]{{2,}} ){{0,2}}(?!{_NO_NOUN})(?:[a-z]{{2,}}s|people|men|women|children|sheep|fish)"
+    r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗粒座栋层台架艘個](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})",
     re.IGNORECASE,
 )
-_ENGLISH_NUMBERS = "|".join(filter(str.isascii, _NUMBER_WORDS))
-_COUNTED_NOUN = re.compile(  # nouns after a number, but no scale word and no second number
-    rf"(?!(?:{_ENGLISH_NUMBERS}|in|on|at|of|for|vs|per|less|tops|oder|ou|und|et|unless|would|does|do|can|could|may|is|are|was|were|has|have|it|so|as|if|or|and|to|plus|minus|times|by|out|over"
-    r"|hundred|thousand|[mbtr]+illion|dozen|half|halves|squared|cubed|percent|alias|more than)s?\b)"
-    r"[a-z]{2,}(?: [a-z]{2,}){0,2}"
-    r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗粒座栋层台架艘個枚羽冊]の?(?P<noun>(?!以)[\u4e00-\u9fff]{0,6})",
-    re.IGNORECASE,
-)
-_PERCENT = frozenset(["%", r"\%", "percent", "per cent", "pct"])
 _SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "千": 3, "万": 4, "百万": 6, "亿": 8}
-_SCALE = re.compile(rf"\s?({'|'.join(_SCALES)})(?![A-Za-z])\s?", re.IGNORECASE)
-_MINUS = re.compile("[−–‐‑﹣]")
-_MAX_QUANTITY_LENGTH = 100
-_MIN_DECIMALS, _MIN_DIGITS, _MAX_DECIMALS = 6, 10**4, 15
+_SCALE = re.compile(rf"({'|'.join(_SCALES)})(?![A-Za-z])\s?", re.IGNORECASE)
+
+
+def may_be_value(text: str) -> bool:
+    """Whether a text holds a digit, a number word or a sign of formulas."""
+    words = text.lower().replace(".", " ").replace(",", " ").split()
+    return bool(re.search(r"[\d\\√π=½¼一二三四五六七八九十两零]", text)) or any(word in _NUMBER_WORDS for word in words)
 
 
 @dataclass(frozen=True)
@@ -203,12 +201,10 @@ class Quantity:
             return False
         if (self.decimals is None) == (other.decimals is None):
             return self.value == other.value
-        written, exact = (self, other) if other.decimals is None else (other, self)
-        places = written.decimals or 0
-        digits, scaled = (each.value * Fraction(10) ** places for each in (written, exact))
-        if places < _MIN_DECIMALS or abs(digits) < _MIN_DIGITS:
-            return digits == scaled
-        return digits in (scaled, int(scaled), round(scaled))
+        places = (other.decimals if self.decimals is None else self.decimals) or 0
+        scaled = [number.value * Fraction(10) ** places for number in (self, other)]
+        digits, exact = scaled if other.decimals is None else scaled[::-1]
+        return digits == exact or (places >= 6 and abs(digits) >= 10**4 and digits in (int(exact), round(exact)))
 
 
 @lru_cache(4096)
@@ -216,124 +212,118 @@ def read_quantity(text: str) -> Quantity | None:
     """Parse `text` as a number with an optional unit; None if it is anything else.
 
     Args:
-        text: decimal, number with thousands commas, scientific notation, fraction or percentage (5% is 0.05), with a
-            currency sign or a unit of `units.txt`.
+        text: decimal, number with thousands commas, scientific notation, fraction or percentage (5% is 0.05), number
+            word to 99, with a currency sign, a unit of `units.txt` or counted things.
     """
-    text = unicodedata.normalize("NFKC", _MINUS.sub("-", _VULGAR.sub(r" \g<0>", simplify_units(text))))
-    text = _NUMBER_WORD_PATTERN.sub(
-        lambda word: str(_NUMBER_WORDS[word[0].casefold()]), text.replace("⁄", "/").strip().rstrip(" .,;:。")
-    )
-    if len(text) > _MAX_QUANTITY_LENGTH or not text.isprintable():
+    if len(text) > 100 or not text.isprintable():
         return None
+    if word := _NUMBER_WORD.match(text):
+        text = str(_NUMBER_WORDS[word[0].casefold()]) + text[word.end() :]
+    if not re.match(r"\s*[-+−–‐‑﹣€£¥￥₹$\\.\d¼-¾⅐-⅞UEGIC]", text):
+        return None
+    text = simplify_units(text)
+    if not text.isascii():
+        text = re.sub("[¼-¾⅐-⅞]", r" \g<0>", re.sub("[−–‐‑﹣]", "-", text))
+        text = unicodedata.normalize("NFKC", text).replace("⁄", "/")
+    text = text.strip().rstrip(" .,;:。")
     if match := _FRACTION.fullmatch(text):
         above, below = int(match[3] or match[5]), int(match[4] or match[6])
         value = int(match[2] or 0) + Fraction(above, below or 1)
         return Quantity(-value if match[1] == "-" else value, decimals=None) if below else None
     match = _QUANTITY.fullmatch(text)
-    if match is None or (match["before"] and match["sign"]):
+    if match is None or (match[1] and match[3]):
         return None
-    unit, currency = match["unit"] or "", match["currency"]
-    exponent = int((match["exponent"] or match["power"] or "0").strip("{} "))
+    before, currency, sign, number, power, exponent, gap, unit = (group or "" for group in match.groups())
+    shift = int((power or exponent or "0").strip("{} "))
     if scale := _SCALE.match(unit):
-        unit, exponent = unit[scale.end() :], exponent + _SCALES[scale[1].casefold()]
-    number = match["number"].replace(",", "")
-    if len(number.partition(".")[2]) >= _MAX_DECIMALS:  # 1.2000000000000002, computed in floats
-        number = str(round(Decimal(number), _MAX_DECIMALS - 3))
-    decimals = len(number.partition(".")[2]) - exponent
-    value = Fraction(number) * Fraction(10) ** exponent
-    if "-" in (match["before"], match["sign"]):
-        value = -value
-    if unit.casefold() in _PERCENT and not currency:
+        unit, shift = unit[scale.end() :], shift + _SCALES[scale[1].casefold()]
+    number = number.replace(",", "")
+    if len(number.partition(".")[2]) >= 15:  # 1.2000000000000002, computed in floats
+        number = str(round(Decimal(number), 12))
+    decimals = len(number.partition(".")[2]) - shift
+    value = Fraction(f"{'-' if '-' in (before, sign) else ''}{number}e{shift}")
+    if unit.casefold() in ("%", r"\%", "percent", "per cent") and not currency:
         return Quantity(value / 100, "%", decimals + 2)
-    names = {read_unit(unit, attached=not match["gap"] and not scale)} if unit else set()
-    if (
-        names == {None} and (match["gap"] or not unit.isascii()) and (counted := _COUNTED_NOUN.fullmatch(unit))
-    ):  # 3 dogs
-        names = {counted["noun"] if counted["noun"] is not None else counted[0].casefold().removesuffix("s")}
+    names = {read_unit(unit, attached=not gap and not scale)} if unit else set()
+    if names == {None} and (gap or not unit.isascii()) and (counted := _COUNTED.fullmatch(unit)):  # 3 dogs
+        names = {counted["noun"] if counted["noun"] is not None else unit.casefold().removesuffix("s")}
     if currency:
         names.add(read_unit(currency.replace("\\", "")))
     return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)), decimals)
 
 
-_EMPHASISED = re.compile(
-    r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]|(?<![\w*])\*([^\s*][^*]*)\*(?![\w*])"
-)
+_BOLD = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
 _NUMBER_START = re.compile(r"(?:(?<=[a-z] )|(?<=[\u4e00-\u9fff]{2})|(?<=[\u4e00-\u9fff]{2} ))[-+$€£¥]{0,2}\d")
-# 4 queries with a value above 3
-_COUNTED = re.compile(r"([\w$€£.,]+ (?!(?:in|at|of|to|per) )[a-z-]+) (?=(?!than\b)[a-z])", re.IGNORECASE)
+_THINGS = re.compile(
+    r"([\w$€£.,]+ (?!(?:in|at|of|to|per) )[a-z-]+) (?=(?!than\b|and\b)[a-z])", re.IGNORECASE
+)  # 4 men who
 _DATE_COMMA = re.compile(r"\b([A-Z][a-z]{2,8} \d{1,2}|of [A-Z][a-z]{2,8}), (?=\d{4}\b)")
 _REMARK = re.compile(
     r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)"
-    r"(?:[^()]*[a-z]{2}[^()]* [^()]*|[^()=]+=[^()=]+|(?<=[a-z] \()[\d.]+ ?%)\)[\s.*]*$"
+    r"(?:[^()]*[a-z]{2}[^()]* [^()]*|(?<=[a-z] \()[\d.,]+ ?[a-z%]+)\)[\s.*]*$"
 )
-_COMPUTED = re.compile(rf"\d[\d.,]*(?: (?:{WORDS['computes'].pattern}) \d[\d.,]*)+", re.IGNORECASE)  # 10 divided by 2
-_FACTOR = re.compile(r"(\d) ?\$(\\[^$]*|[a-z])\$")  # 16 $\pi$
-_JOIN_BEHIND = re.compile(rf"(?:{WORDS['joins'].pattern})\s*$", re.IGNORECASE)
+_COMPUTED = re.compile(
+    r"\d[\d.,]*(?: (?:plus|minus|times|multiplied by|divided by|[-+*/×÷]) \d[\d.,]*)+", re.IGNORECASE
+)
 _REASON = re.compile(  # behind a space or a stop; a denial behind a stop
-    rf"(?<=[^\s,;:(。])(?:[\s,;:(。]+(?:{WORDS['reasons'].pattern})|\s*[,;:(。][\s,;:(。]*(?:{WORDS['denies'].pattern}))",
-    re.IGNORECASE | re.MULTILINE,
+    rf"(?<=[^\s,;:(。])(?:[\s,;:(。]+(?:{_WORDS['reasons'][1].pattern})|\s*[,;:(。][\s,;:(。]*(?:{_WORDS['denies'][1].pattern}))",
+    re.ASCII | re.MULTILINE,
 )
-_LOCATED = re.compile(r"\s*[a-z]{3,}(?:ed|ing) (?:in|at|on|by|near|as|for|with)\b")  # located in Paris
-_SHARE = re.compile(r"([\d.,]+ ?\\?%) of \D+")
-_RESTATED = re.compile(r"(\w+) \((\w+)\)")
-_QUOTED = re.compile(r"[“「\"].+?[”」\"]")
-BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
 
 
-def cut_openers(text: str) -> str:
+def cut_fillers(text: str) -> str:
     """Return `text` without the words before its answer, such as `So there are about`."""
     for _ in range(5):
         text = text.lstrip(MARKS + ":,—≈~=#∴→⇒")
-        match = WORDS["openers"].match(text)
-        if match is None or not strip_wrapping(text[match.end() :]):
+        filler = match("fillers", text)
+        if filler is None or not strip_wrapping(text[filler.end() :]):
             break
-        text = text[match.end() :]
+        text = text[filler.end() :]
     return text
 
 
 def cut_reason(text: str) -> str:
     """Return `text` without the reason behind its answer."""
-    found = _REASON.search(text)
-    return text[: found.start()] if found else text
+    reason = _REASON.search(text.lower()) if " " in text or not text.isascii() else None
+    return text[: reason.start()] if reason else text
 
 
-_MAX_POLARITY_LENGTH = 40  # of yes or no with the words before it
+_SAYS = re.compile(rf"(?a:\b(?:{'|'.join(filter(str.isascii, POLARITY))})\b)|[是对正有否不错没]", re.IGNORECASE)
 
 
 def find_polarity(clause: str) -> set[str]:
     """Return `yes` and `no` if parts of a clause are nothing but that."""
-    pieces = [each for each in re.split(r"[,.;:。!]|\s[-–—]\s", clause) if len(each) <= _MAX_POLARITY_LENGTH]
-    found = {POLARITY.get(strip_article(text)) for each in pieces for text in (each, cut_openers(each))}
-    return {word for word in found if word}
+    if not _SAYS.search(clause):
+        return set()
+    pieces = [piece for piece in re.split(r"[,.;:。!]|\s[-–—]\s", clause) if len(piece) <= 40]
+    words = {strip_article(text) for piece in pieces for text in (piece, cut_fillers(piece))}
+    return {POLARITY[word] for word in words if word in POLARITY}
 
 
+@lru_cache(4096)
 def why_no_value(clause: str) -> str:
     """Return why a clause states no single value, empty if it does."""
     if polarity := find_polarity(clause):
         return "two answers" if len(polarity) == 2 else ""
-    clause = WORDS["so"].split(cut_reason(clause))[-1]
-    is_denied = WORDS["denies"].search(_QUOTED.sub("", clause)) or WORDS["refuses"].search(clause)
-    return "a denial or refusal" if is_denied else ""
+    said = behind("so", cut_reason(clause))
+    is_none = search("denies", said) or search("refuses", said) or search("supposes", clause)
+    return "a denial, refusal or condition" if is_none else ""
 
 
 @lru_cache(4096)
 def find_phrases(clause: str) -> tuple[str, ...]:
     """Return a clause and the phrases that say its answer, each within the one before: `It is a cat`, `a cat`, `cat`.
 
-    They depend on the clause alone. One that denies or refuses says nothing but itself.
+    They depend on the clause alone. One that denies, refuses or supposes says nothing but itself.
     """
-    clause = _RESTATED.sub(_drop_restated, _FACTOR.sub(r"\1 \2", clause))
-    cut = _REMARK.sub(r"\1", WORDS["so"].split(cut_reason(_DATE_COMMA.sub(r"\1 ", clause)))[-1])
-    if WORDS["reasons"].match(cut.lstrip(MARKS)):
-        cut = cut.partition(", ")[2] or cut
-    shorter = [] if why_no_value(clause) else find_polarity(clause) or [cut, *_shorten(cut)]
+    if read_quantity(strip_wrapping(clause)):
+        return (clause,)
+    clause = re.sub(r"(\d) ?\$(\\[^$]*|[a-z])\$", r"\1 \2", clause)  # 16 $\pi$
+    shorter: list[str] = []
+    if not why_no_value(clause):
+        cut = _REMARK.sub(r"\1", behind("so", cut_reason(_DATE_COMMA.sub(r"\1 ", clause))))
+        shorter = [*find_polarity(clause)] or [cut, *_shorten(cut)]
     return tuple(dict.fromkeys(filter(strip_article, (clause, *map(strip_wrapping, shorter)))))
-
-
-def _drop_restated(match: re.Match[str]) -> str:
-    """Return `three` for `three (3)`."""
-    first, second = map(read_quantity, match.groups())
-    return match[1] if first and first == second else match[0]
 
 
 def _shorten(clause: str) -> Iterator[str]:
@@ -341,70 +331,43 @@ def _shorten(clause: str) -> Iterator[str]:
 
     The only emphasised words end the search. Bounds and comparisons (`more than 20`) stay whole.
     """
-    opened = cut_openers(clause)
-    if share := _SHARE.fullmatch(opened):
-        yield share[1]
-        return
-    phrase, is_said = opened, bool(WORDS["verbs"].search(clause[: len(clause) - len(opened)]))
-    if not is_said and (verbs := list(WORDS["verbs"].finditer(opened))):
-        phrase, is_said = cut_openers(opened[verbs[-1].end() :]), True
-        subject = opened[: verbs[-1].start()]
-        if read_quantity(opened.split(" ")[0]) and not re.search(r"\d", phrase):  # 50% of them are red
-            phrase = subject
-        elif read_quantity(opened.split(" ")[0]) and not _COMPUTED.fullmatch(subject.strip()):
-            phrase = ""
-    head, *further = re.split(r"(?<![\d\s]): ", phrase)
-    if further and (amount := read_quantity(cut_openers(head))) and amount.unit:  # 5 people: 3 men and 2 women
-        phrase = head
-    elif further:
-        phrase, is_said = further[-1], True
-    if OR.search(phrase):
+    phrase = opened = cut_fillers(clause)
+    is_said = search("verbs", clause[: len(clause) - len(opened)])
+    if not is_said and (said := behind("verbs", opened)) != opened:
+        subject, phrase = opened.removesuffix(said), cut_fillers(said)
+        if read_quantity(opened.split(" ")[0]) and not _COMPUTED.match(subject):  # 50% of them are red
+            phrase = "" if re.search(r"\d", phrase) else subject
+    phrase = re.split(r"(?<![\d\s]): ", phrase)[-1]
+    if search("joins", phrase):
         return
     phrase = _first_part(phrase)
-    matches = list(_EMPHASISED.finditer(clause))
-    if matches and "=" in clause[matches[-1].end() :]:  # a side of an equation
-        matches = []
-    bold, found = {match[1] for match in matches} - {None}, {next(filter(None, match.groups())) for match in matches}
-    if len(bold) == 1 or (len(found) == 1 and (min(found) in phrase or not is_said)):
-        match = next(match for match in matches if match[1] or len(bold) != 1)
-        yield from [phrase] * (match[0].rstrip(MARKS + STOPS) in phrase) + [next(filter(None, match.groups()))]
+    marked = {next(filter(None, match.groups())) for match in _BOLD.finditer(clause)}
+    if len(marked) == 1 and "=" not in clause[clause.rfind(min(marked)) + len(min(marked)) :]:
+        yield from ([phrase] if min(marked) in phrase else []) + [*marked]
         return
-    if not (is_said or WORDS["bounds"].search(phrase)):
-        starts = list(_NUMBER_START.finditer(phrase))
-        if len(re.findall(r"\d[\d.,:/]*|[=<>\\^]", phrase)) != 1:
-            starts = list(WORDS["starts"].finditer(phrase))
-        before = phrase[: starts[-1].start()] if starts else ""
-        if any(read and not read.unit for read in map(read_quantity, before.split())) or _JOIN_BEHIND.search(before):
-            starts = []
-        phrase = phrase[starts[-1].start() :] if starts else phrase
+    is_bound = search("bounds", phrase)
+    starts = [] if phrase != opened or is_bound else list(_NUMBER_START.finditer(phrase))
+    if starts and len(re.findall(r"\d[\d.,:/]*|[=<>\\^]", phrase)) == 1:
+        before = phrase[: starts[-1].start()]
+        is_joined = any(map(read_quantity, before.split())) or re.search(r"(?:\b(?:and|or|also|to)|和|或)\s*$", before)
+        phrase = phrase if is_joined else phrase[starts[-1].start() :]
     yield phrase
-    counted = _COUNTED.match(phrase)
-    if counted and read_quantity(counted[1]) and not WORDS["joins"].match(phrase, counted.end()):
+    if (counted := _THINGS.match(phrase)) and read_quantity(counted[1]):
         yield counted[1]
         return
-    if re.match("[a-z]+ing ", phrase) and (place := WORDS["places"].search(phrase)):
-        yield phrase[: place.start()]
-    lead = None if WORDS["bounds"].search(phrase) else WORDS["leads"].match(phrase)
-    while lead and strip_wrapping(phrase[lead.end() :]):
+    while not is_bound and (lead := match("leads", phrase)) and strip_wrapping(phrase[lead.end() :]):
         phrase = phrase[lead.end() :]
         yield phrase
-        lead = WORDS["leads"].match(phrase)
-    for each in ("places", "doing"):
-        if place := WORDS[each].search(phrase):
-            phrase = phrase[: place.start()]
-            yield phrase
+    while place := search("places", phrase):
+        phrase = phrase[: place.start()]
+        yield phrase
 
 
 def _first_part(phrase: str) -> str:
     """Return a phrase up to its first comma, unless its parts are a list."""
     pieces = split_list(phrase.rstrip(MARKS + STOPS))
-    if len(pieces) > 1 and _LOCATED.match(pieces[1]):
-        return pieces[0]
-    is_list = all(len(piece.split()) <= 4 and not WORDS["verbs"].search(piece) for piece in pieces)
-    articles = [WORDS["articles"].match(piece.strip()) is not None for piece in pieces]
-    if is_list and (len(pieces) > 2 or articles != [False, True]):
-        return phrase
-    return pieces[0]
+    is_list = all(len(piece.split()) <= 4 and not search("verbs", piece) for piece in pieces)
+    return phrase if is_list else pieces[0]
 
 
 def split_list(text: str) -> list[str]:
