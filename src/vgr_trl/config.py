@@ -78,6 +78,12 @@ class PluginOptions:
 # Measurements.
 
 
+def why_no_engine(args: Any) -> str | None:
+    """Return why no engine returns log-probabilities; None: one does."""
+    has_engine = args.use_vllm or args.use_transformers_continuous_batching or args.cache_implementation
+    return None if has_engine else "transformers generates without cache_implementation"
+
+
 @dataclass
 class MeasureOptions(PluginOptions):
     """Attention of the generated tokens to the image and to the instruction."""
@@ -94,6 +100,9 @@ class MeasureOptions(PluginOptions):
         "layers; ends: first, middle and last two.", needs="attention")
     check_pixels: bool = option(True, "Score one group behind a blank image after the first rollout; stop if nothing "
         "changes.")
+    engine_distance_limit: float | None = option(0.1, "End the run if an engine's log-probabilities are so far from "
+        "the trainer's, in nats per token, and 10 times as far as in the first rollout; 0 or None: off.", ge=0,
+        needs=why_no_engine)
     vision_token_ids: list[int] | None = option(None, "Image and video placeholder tokens. None: the model's.", ge=0,
         needs="attention")
     hidden_similarity_layer: int = option(-1, "Layer whose hidden states are compared with those of the image; 0: the "

@@ -87,6 +87,10 @@ class NotFiniteError(VGRError, ArithmeticError):
     """The model returned NaN or infinite values."""
 
 
+class EngineError(VGRError, RuntimeError):
+    """An engine returns other log-probabilities than the trainer computes."""
+
+
 class VLLMServerError(VGRError, ConnectionError):
     """A vLLM server does not answer, or cannot serve a request."""
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from PIL import Image
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import read_image
 from vgr_trl.data.prompts import format_question, special_tokens, texts_of
+from vgr_trl.engine_check import generate_with_logps
 from vgr_trl.errors import DataError, error_text
 from vgr_trl.patches.transformers import without_input_gradients
 from vgr_trl.patches.trl import override_sampling, readable_calls
@@ -75,7 +77,7 @@ def generate(
     ):
         measures = "attention" in measurement.needed and trainer.args.attention_source == "generate"
         if rollout is None or rollout.blind or not (first_turn and measures):
-            return plain(ids, images, prompts.fields, num_generations)
+            return generate_with_logps(trainer, partial(plain, ids, images, prompts.fields, num_generations))
         tokens = {"vision_token_ids": measurement.vision_token_ids, "special_token_ids": measurement.special_token_ids}
         with GenerationProbe(model, **tokens, temperature=trainer.temperature) as probe:
             generated = plain(ids, images, prompts.fields, num_generations)

@@ -7,11 +7,12 @@ from functools import partial
 import torch
 from transformers.utils import logging
 
+from vgr_trl.engine_check import first_group
 from vgr_trl.errors import DataError
 from vgr_trl.metrics.collapse import ENGINE_BOUND
 from vgr_trl.patching import keep_random_state
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.rows import Prompts, rows_with_images, scoring_inputs, take_rows, valid_tokens
+from vgr_trl.rows import Prompts, scoring_inputs, take_rows
 from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.scoring import Want
 from vgr_trl.views.perturbed_pass import inputs_with_other_images
@@ -43,11 +44,11 @@ class PixelUse:
         line = f"With a blank image, log-probabilities change by {self.change:.3g} nats per token"
         if self.engine is None:
             return line + "."
-        line += f"; those of vLLM are {self.engine:.3g} from the trainer's"
+        line += f"; those of the engine are {self.engine:.3g} from the trainer's"
         if self.engine > ENGINE_BOUND:
             line += f", more than {ENGINE_BOUND}: compare its weights, chat template and image processor"
             if (self.engine_blank or 0) < self.engine:
-                line += f". With a blank image they are {self.engine_blank:.3g} from the trainer's: vLLM gets no images"
+                line += f". With a blank image they are {self.engine_blank:.3g} from the trainer's: it gets no images"
         return line + "."
 
 
@@ -92,12 +93,9 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
     batch, accelerator, size = rollout.batch, trainer.accelerator, trainer.completions_per_prompt
     if trainer.rollout_func is not None:
         return {}
-    valid = valid_tokens(batch).bool()
-    compared = valid & rows_with_images(batch).to(valid.device).unsqueeze(1)  # (N, T)
+    rows, compared = first_group(trainer, rollout)
     if not accelerator.gather(compared.sum().view(1)).any():
         return None
-    start = min(int(compared.any(1).int().argmax()), max(len(valid) - size, 0))
-    rows = range(start, min(start + size, len(valid)))
     part, inputs, why = take_rows(batch, rows), [], ""
     try:
         blank = partial(perturb_images, name="mask_image", seed=0, step=0)
@@ -111,20 +109,14 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
     with keep_random_state(accelerator.device):  # separate passes: pixels are not joined
         logps, blank_logps = (trainer.score(each, Want()).logps.float() for each in inputs)
     engine = part.get("sampling_per_token_logps")
-    if engine is not None and rollout.noise is not None:  # the engine saw perturbed images
-        noisy = torch.tensor([rollout.noise.rows[row] for row in rows], device=engine.device)
-        engine = engine.masked_fill(noisy.unsqueeze(1), torch.nan)
-    use = compare_logps(
-        logps, blank_logps, engine, compared[rows.start : rows.stop].to(logps.device), accelerator.gather
-    )
+    use = compare_logps(logps, blank_logps, engine, compared.to(logps.device), accelerator.gather)
     if use.tokens and use.largest < UNCHANGED:
         unused = "tokens do not change with a blank image, so the model does not use its images"
         cure = "check that processor and model pass pixel_values on; check_pixels=False trains anyway"
         raise DataError(f"The log-probabilities of {use.tokens} {unused}: {cure}.")
     if accelerator.is_main_process:
         logger.warning(use.describe())
-    metrics = {"pixels/change": use.change, "pixels/engine_distance": use.engine}
-    return {name: value for name, value in metrics.items() if value is not None}
+    return {"pixels/change": use.change}
 
 
 def refuse_dropped_images(prompts: Prompts, vision_token_ids: Sequence[int]) -> None:

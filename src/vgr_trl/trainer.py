@@ -15,10 +15,12 @@ from trl.trainer import grpo_trainer
 from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import guard_trackers, print_lines
 from vgr_trl.checkpoints import MovingReference, ResumableTrainer
+from vgr_trl.config import why_no_engine
 from vgr_trl.credit import OF_REWARD, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
+from vgr_trl.engine_check import EngineCheck
 from vgr_trl.errors import ConfigError, RewardError, check_release
 from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
 from vgr_trl.loss import FullKL, KLControl, LossPass, TermInputs, auxiliary_loss
@@ -210,8 +212,18 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.loss_terms = {name: loss_terms.load(name) for name in args.terms}
         self.term_needs = frozenset(args.term_needs())
         adaptive = self.kl if self.kl.is_adaptive else None
+        limit = args.engine_distance_limit if why_no_engine(args) is None else None
+        self.engine_check = EngineCheck(limit) if limit else None
         moving = MovingReference(self.accelerator.unwrap_model(self.ref_model)) if args.sync_ref_model else None
-        parts = (self.replay, self.further_prompts, adaptive, self.critic, self.zero_variance_streak, moving)
+        parts = (
+            self.replay,
+            self.further_prompts,
+            adaptive,
+            self.critic,
+            self.zero_variance_streak,
+            moving,
+            self.engine_check,
+        )
         self.resumed = [part for part in parts if part is not None]
 
     def _add_callbacks(self) -> None:
@@ -449,6 +461,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if self.pixels_unchecked and (metrics := check_pixel_use(self, rollout)) is not None:
             self.pixels_unchecked = False
             self._log_metrics(metrics)
+        if self.engine_check is not None:
+            self._log_metrics(self.engine_check.check(self, rollout))
         if self.critic is not None:
             self.critic.value_tokens(rollout)
         self.kl.keep_reference(rollout)

@@ -56,6 +56,8 @@ def build_trainer(classes, model, processor, rows, settings, **more):
     others = sorted(set(range(len(tokenizer))) - allowed)
     # Tests count passes: those of the check of the pixels are its own, and a sample would make smaller ones.
     ours = {"check_pixels": False, "attention_rows": "all"} if classes == DAPO else {}
+    if ours and "use_vllm" in settings:
+        ours["engine_distance_limit"] = None  # what stands in for vLLM returns any log-probabilities
     return trainer_class(
         model=copy.deepcopy(model), reward_funcs=uneven_reward,
         args=config_class(**ours | settings, generation_kwargs={"suppress_tokens": others}), train_dataset=rows,

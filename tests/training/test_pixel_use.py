@@ -58,12 +58,11 @@ def test_a_template_without_images_stops_the_run(make, monkeypatch):
 
 def test_an_engine_far_from_the_trainer_is_warned_of(make, monkeypatch, caplog):
     in_place_of_vllm(monkeypatch)
-    trainer = make(use_vllm=True, vllm_mode="colocate", max_steps=1)
+    trainer = make(use_vllm=True, vllm_mode="colocate", max_steps=1, engine_distance_limit=1)
     trainer.train()
-    logged = next(entry for entry in trainer.state.log_history if "pixels/engine_distance" in entry)
-    distance = logged["pixels/engine_distance"]
-    assert distance > 1  # its log-probabilities are all -2.5
-    assert any("vLLM" in text for text in caplog.messages)
+    logged = next(entry for entry in trainer.state.log_history if "engine/distance" in entry)
+    assert logged["engine/distance"] > 1  # its log-probabilities are all -2.5
+    assert any("those of the engine" in text for text in caplog.messages)
     assert len(first_signs([(1, logged)])) == 1
 
 
@@ -85,6 +84,6 @@ def test_an_engine_without_images_is_told_from_one_with_other_weights(processes)
     )
     assert without == PixelUse(5 * processes, 0.5, 2.0)
     assert (blind.engine, blind.engine_blank) == (pytest.approx(1.1), pytest.approx(0.15))
-    assert "With a blank image they are 0.15 from the trainer's: vLLM gets no images." in blind.describe()
+    assert "With a blank image they are 0.15 from the trainer's: it gets no images." in blind.describe()
     assert near.engine == pytest.approx(0.01)
-    assert near.describe().endswith("those of vLLM are 0.01 from the trainer's.")
+    assert near.describe().endswith("those of the engine are 0.01 from the trainer's.")

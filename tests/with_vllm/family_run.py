@@ -268,7 +268,7 @@ def run(folder: Path, name: str, tools: bool, server: bool, larger: bool) -> Non
     steps = dict(zip(planned, log, strict=True))
     differences = {kind: step["sampling/sampling_logp_difference/max"] for kind, step in steps.items()}
     entropies = {kind: step["entropy"] for kind, step in steps.items()}
-    pixels = [step["pixels/engine_distance"] for step in steps.values() if "pixels/engine_distance" in step]
+    pixels = [step["engine/distance"] for step in steps.values() if "engine/distance" in step]
     found = {"differences": differences, "entropies": entropies, "same_tokens": all(reads), "rows": len(reads)}
     found |= {"checked": pixels, "refused": refused}
     (folder / "log.json").write_text(json.dumps(found))

@@ -122,7 +122,7 @@ def first_signs(logs: Iterable[tuple[int, Mapping[str, float | None]]]) -> list[
             if value is None or not math.isfinite(value):
                 if name in ("loss", "grad_norm"):
                     found.setdefault(name, (step, f"{name} is not finite"))
-            elif name == "pixels/engine_distance" and value > ENGINE_BOUND:
+            elif name == "engine/distance" and value > ENGINE_BOUND:
                 seen = f"log-probabilities of the engine are {value:.3g} nats from the trainer's"
                 found.setdefault(name, (step, seen))
             elif name.startswith("reward_weights/"):

@@ -48,10 +48,10 @@ _WEIGHTS = {key: known.option for key, known in EASYR1_KEYS.items() if str(known
 OPTION_ALIASES = {key.removeprefix("algorithm."): str(option) for key, option in _WEIGHTS.items()}  # of ports of EasyR1
 _AVAILABLE_SIGNALS = ("attention", "dependency", "entropies", "logps")  # to credit rules
 _UNSUPPORTED_OPTIONS = {
-    "compute_attention_metrics", "attention_source", "attention_rows", "check_pixels", "perturbation",
-    "further_perturbations", "dependency_over", "patch_size", "noise_std", "blur_radius", "diffusion_steps",
-    "crop_share", "mask_value", "perturb_per", "signals", "hidden_similarity_layer", "hidden_similarity_over",
-    "loss_terms", "teacher_view",
+    "compute_attention_metrics", "attention_source", "attention_rows", "check_pixels", "engine_distance_limit",
+    "perturbation", "further_perturbations", "dependency_over", "patch_size", "noise_std", "blur_radius",
+    "diffusion_steps", "crop_share", "mask_value", "perturb_per", "signals", "hidden_similarity_layer",
+    "hidden_similarity_over", "loss_terms", "teacher_view",
 }  # fmt: skip
 
 

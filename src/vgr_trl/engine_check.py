@@ -1,0 +1,135 @@
+"""Compare an engine's log-probabilities with the trainer's in each rollout; a wrong engine ends the run."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from vgr_trl.checkpoints import SavedState
+from vgr_trl.errors import EngineError
+from vgr_trl.patching import patched_attribute
+from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.rows import OLD_LOGPS, rows_with_images, scoring_inputs, take_rows, valid_tokens
+from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.signals.scoring import Want
+
+GROWTH = 10  # a distance of so many times the first one ends the run, if it is above the limit
+
+
+class EngineCheck(SavedState):
+    """Compares, in each rollout, the completions of one prompt with an image of each process.
+
+    Attributes:
+        limit: `engine_distance_limit`.
+        first: engine distance of the run's first rollout; None before it.
+    """
+
+    kind = "engine"
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.first: float | None = None
+
+    def check(self, trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, float]:
+        """Return the engine distance as a metric, the largest of all processes; every process calls this.
+
+        Raises:
+            EngineError: the distance is too large; raised on every process.
+        """
+        batch, device = rollout.batch, trainer.accelerator.device
+        if (engine := batch.get("sampling_per_token_logps")) is None:
+            return {}
+        logps = batch.get(OLD_LOGPS, None if rollout.scores is None else rollout.scores.logps.to(device))
+        rows, compared = first_group(trainer, rollout, logps)
+        part = scoring_inputs(take_rows(batch, rows)) if logps is None else {}
+        scored = trainer.score(part, Want()).logps if logps is None else logps[list(rows)]
+        distance = torch.tensor([engine_distance(engine[list(rows)], scored, compared)], device=device)
+        largest = float(trainer.accelerator.gather(distance).max())
+        if largest < 0:
+            return {}
+        self.judge(largest, trainer.state.global_step + 1)
+        return {"engine/distance": largest}
+
+    def judge(self, distance: float, step: int) -> None:
+        """Raise `EngineError` for a distance above the limit and above `GROWTH` times the first one.
+
+        The first one counts as at most the limit: an engine that is wrong from the start ends the run if its distance
+        is above `GROWTH` times the limit.
+        """
+        self.first = distance if self.first is None else self.first
+        if distance > max(self.limit, GROWTH * min(self.first, self.limit)):
+            seen = (
+                f"{distance:.3g} nats a token from the trainer's in step {step}, {self.first:.3g} in the first rollout"
+            )
+            cure = "it has other weights, images or prompts, so resume with the engine started anew, or without it"
+            raise EngineError(f"The engine's log-probabilities are {seen}: {cure} (engine_distance_limit 0: train on).")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the first distance, the same on all processes."""
+        return {"first": self.first}
+
+    def load_states(self, states: list[dict[str, Any]]) -> None:
+        """Compare with the first rollout of the run that is resumed."""
+        self.first = states[0]["first"]
+
+
+def first_group(trainer: ConstructedTrainer, rollout: Rollout, scored: Tensor | None = None) -> tuple[range, Tensor]:
+    """Return the rows of the first prompt with an image and valid tokens, and their tokens to compare, (N', T) bool.
+
+    Args:
+        trainer: gives the number of completions per prompt.
+        rollout: completions that were sampled from perturbed images are not compared.
+        scored: (N, T), NaN for rows that are not compared either; None: all are.
+    """
+    compared = valid_tokens(rollout.batch).bool()
+    compared = compared & rows_with_images(rollout.batch).to(compared.device).unsqueeze(1)  # (N, T)
+    if rollout.noise is not None:
+        compared &= ~torch.tensor(rollout.noise.rows, device=compared.device).unsqueeze(1)
+    if scored is not None:
+        compared &= ~scored.isnan()
+    size, count = trainer.completions_per_prompt, len(compared)
+    start = min(int(compared.any(1).int().argmax()), max(count - size, 0))
+    rows = range(start, min(start + size, count))
+    return rows, compared[rows.start : rows.stop]
+
+
+def engine_distance(engine: Tensor, logps: Tensor, compared: Tensor) -> float:
+    """Return the mean distance of log-probabilities (N, T) over compared tokens, (N, T) bool; -1 without any.
+
+    Tokens for which the engine returns NaN are left out; if it returns nothing else, the distance is infinite.
+    """
+    distances = (engine.to(logps) - logps).abs().float()[compared.to(logps.device)]
+    known = distances[distances.isfinite()]
+    return float(known.mean()) if len(known) else math.inf if len(distances) else -1.0
+
+
+def generate_with_logps(trainer: ConstructedTrainer, plain: Callable[[], Any]) -> Any:
+    """Return completions and their log-probabilities, also those of a `generate` with `cache_implementation`."""
+    args, causal, steps = trainer.args, causal_model(trainer.model), list[Tensor]()
+    others = trainer.use_vllm or args.use_transformers_continuous_batching or not args.cache_implementation
+    if others or trainer.engine_check is None or not trainer.model.training:
+        return plain()
+    make: Any = causal._get_logits_processor
+
+    def select(tokens: Tensor) -> None:  # of the newest distribution, (N, vocabulary)
+        if steps:
+            steps[-1] = steps[-1].gather(1, tokens.unsqueeze(1))
+
+    def read(ids: Tensor, scores: Tensor) -> Tensor:
+        select(ids[:, -1])
+        steps.append((scores.float() / trainer.temperature).log_softmax(-1))
+        return scores
+
+    def add_reader(*given: Any, **options: Any) -> Any:
+        steps.clear()  # the call before has filled a shared cache
+        return LogitsProcessorList([read, *make(*given, **options)])
+
+    with patched_attribute(causal, "_get_logits_processor", add_reader):
+        completion_ids, _ = plain()
+    last = [ids[-1] if len(ids) == len(steps) else 0 for ids in completion_ids]
+    select(torch.tensor(last, device=steps[-1].device))
+    logps = torch.cat(steps, 1).tolist()
+    return completion_ids, [values[: len(ids)] for values, ids in zip(logps, completion_ids, strict=True)]
