@@ -133,6 +133,8 @@ class DAPOConfig(
         "where results stay the same; on: also where a normaliser of the loss changes; off.")
     vision_cache_megabytes: int = option(1024, "Compute image features once per rollout if the vision tower is "
         "frozen, and keep up to this many MiB. 0: off.", ge=0)
+    batching_cache_megabytes: float | None = option(None, "Most MiB of pages of continuous batching with images, freed "
+        "before the update; None: as many as the rollout fills.", gt=0)
     warmup_ratio: float | None = option(None, "Share of all steps for learning-rate warm-up.", ge=0, lt=1)
     early_reward_weights: list[float] | None = option(None, "Reward weights during warm-up (or the first tenth).",
         needs="changing_weights")

@@ -64,6 +64,7 @@ def generate(
         prompts = perturb_noisy_prompts(trainer, rollout, prompts)
         if rollout.noise is not None or rollout.blind:  # prompts differ within a group
             num_generations = 1
+    plain = plain if trainer.batching is None else trainer.batching.generate
     images: Any
     ids, images = prompts.ids, prompts.images
     if trainer.use_vllm and images is not None:

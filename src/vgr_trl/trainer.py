@@ -12,6 +12,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
+from vgr_trl.batching import ContinuousBatching
 from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import guard_trackers, print_lines
 from vgr_trl.checkpoints import MovingReference, ResumableTrainer
@@ -37,6 +38,7 @@ from vgr_trl.patches.trl import (
     keep_pixel_rows_whole,
     keep_prompts_unpadded,
     keep_training_table,
+    let_models_with_processors_batch,
     mark_images,
     mark_scored_images,
     mark_turn,
@@ -164,7 +166,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self._first_rewards: list[torch.Tensor] = []  # of the first two rollouts
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
         given = patched_attribute(args, "reward_weights", weights)
-        with enable_reference_model(args, args, teaches=True), given, naming_unserved_model():
+        batching = let_models_with_processors_batch(self, args)
+        with enable_reference_model(args, args, teaches=True), given, naming_unserved_model(), batching:
             super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
         self._video_pad_token_id = None  # with tools TRL 1.16 would mark it as a video, and no row has one
@@ -192,6 +195,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.is_sharded = facts.is_sharded
         self.passes = ForwardPasses(self, super()._get_per_token_logps_and_entropies)
         self.pixels_unchecked = facts.args.check_pixels and facts.is_vlm and facts.has_images
+        self.batching = ContinuousBatching(self) if self.use_transformers_continuous_batching and self._is_vlm else None
         self.unexpanded = None
         if self.use_vllm and self._is_vlm:
             self.unexpanded = plan_unexpanded_prompts(self)

@@ -294,6 +294,23 @@ def let_decoding_compile(trainer: GRPOTrainer) -> None:
         trainer.generation_config.disable_compile = None
 
 
+# Continuous batching, which TRL 1.16 refuses for every model with a processor, as transformers' takes token ids only
+# (https://github.com/huggingface/transformers/issues/43386).
+
+
+@contextmanager
+def let_models_with_processors_batch(trainer: GRPOTrainer, args: DAPOConfig) -> Iterator[None]:
+    """Construct a trainer in this block without its check of continuous batching, and switch it on behind the block."""
+    with patched_attribute(args, "use_transformers_continuous_batching", False):
+        yield
+    if args.use_transformers_continuous_batching:
+        from transformers.generation import ContinuousBatchingConfig  # which older releases lack
+
+        given: Any = args.transformers_continuous_batching_config
+        trainer.use_transformers_continuous_batching = True
+        trainer.continuous_batching_config = ContinuousBatchingConfig(**{"max_memory_percent": 0.5, **(given or {})})
+
+
 # Pixels of Idefics and SmolVLM, which have one entry per row, padded to the most images of a row.
 #
 # TRL 1.16 cuts them by images where a batch has as many images as rows, even if rows differ (2, 1, 1, 0): rows then get

@@ -96,7 +96,7 @@ def _why_plain_generation(facts: RunFacts) -> str | None:
     return (
         _why_no_pass_shares(facts)
         or ("vLLM shares prompts itself" if facts.args.use_vllm else None)
-        or ("continuous batching" if args.use_transformers_continuous_batching else None)
+        or ("continuous batching shares prompts itself" if args.use_transformers_continuous_batching else None)
         or ("FSDP" if facts.fsdp_version else None)
         or (why_not_static(facts.model.config) if args.cache_implementation == "static" else None)
         or why_not_share(facts.model)

@@ -155,7 +155,6 @@ def refuse_unfit_noise(facts: RunFacts) -> None:
         "the data have no images": not facts.has_images,
         "rollout_func and tools generate otherwise": facts.completion_maker,
         'attention_source "generate" would measure the noise': args.attention_source == "generate",
-        "continuous batching takes no images": args.use_transformers_continuous_batching,
         "vllm_importance_sampling_correction would compare perturbed with clean images": vllm_corrects,
     }
     for why, holds in reasons.items():

@@ -1,0 +1,350 @@
+"""Generate with transformers' continuous batching, whose requests are token ids, from prompts with images.
+
+Each image token becomes an id of its own behind the vocabulary, by which its features and position are looked up.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import xxhash
+from packaging.version import Version
+from torch import Tensor, nn
+from transformers.utils import logging
+from trl.models.utils import unwrap_model_for_generation
+from trl.trainer.utils import pad
+
+from vgr_trl.errors import ConfigError, VGRError
+from vgr_trl.patching import evaluating, patched_attribute, patched_method
+from vgr_trl.pixels import TOKEN_TYPES, UnknownParts, causal_type, image_tensors, parts_by_tokens
+from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.sharing.model_support import (
+    base_of,
+    causal_model,
+    check_model,
+    layer_types,
+    why_adapter_reads_whole_rows,
+)
+from vgr_trl.sharing.prefix_split import find_groups, first_rows, is_image_token, take_pixels
+from vgr_trl.sharing.report import UnsupportedModel
+
+logger = logging.get_logger(__name__)
+
+EXACT = 1e-4  # largest distance, in nats, at which returned log-probabilities serve as old ones
+_TOKENS_PER_PASS = 8192  # transformers' default, which also sizes its masks
+_FREE = 0.85  # transformers starts no request while less than the rest of the pages is free
+
+
+class BatchingError(VGRError, RuntimeError):
+    """Continuous batching ended before all completions were complete."""
+
+
+def why_not_batched(model: nn.Module) -> str | None:
+    """Return why continuous batching cannot generate with a model that reads images; None: it can."""
+    causal = causal_model(model)
+    base, text = base_of(causal), causal.config.get_text_config(decoder=True)
+    if (reason := why_adapter_reads_whole_rows(model)) is not None:
+        return reason
+    try:
+        check_model(base)
+    except UnsupportedModel as error:
+        return str(error)
+    if others := {*layer_types(base.config)} - {"full_attention", "sliding_attention"}:
+        return f"layers of type {min(others)}, which transformers does not batch"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return "layers that take their keys and values from another"
+    if text.model_type in ("gemma3_text", "gemma4_text"):
+        return "images that see themselves, while attention over pages is causal"
+    return "prompts that see themselves" if causal_type(base.config, "token_type_ids") else None
+
+
+@dataclass
+class Requests:
+    """Prompts as requests, the features of their images, and the number of completions of each.
+
+    Attributes:
+        ids: tokens of each request; the K image features have the ids from `vocabulary` on.
+        rows: rows of the batch that get its completions.
+        places: positions of its tokens; empty where tokens are counted.
+        features: (1 + K, D), embeddings; the first belongs to all other tokens.
+        positions: (3, 1 + K), or None where tokens are counted.
+        deep: features that are added behind the first layers, (1 + K, D) each.
+    """
+
+    vocabulary: int
+    ids: list[list[int]]
+    rows: list[list[int]]
+    places: list[list[int]] = field(default_factory=list)
+    features: Tensor | None = None
+    positions: Tensor | None = None
+    deep: list[Tensor] = field(default_factory=list)
+
+
+class _DecoderReached(Exception):
+    """Ends a pass over prompts before their first layer."""
+
+
+def make_requests(causal: Any, prompt_ids: Sequence[Sequence[int]], fields: Mapping[str, Any]) -> Requests:
+    """Turn prompts into requests, equal prompts into one.
+
+    Args:
+        causal: transformers model.
+        prompt_ids: tokens of each row.
+        fields: further outputs of the processor, as TRL has them.
+    """
+    base, device = base_of(causal), causal.device
+    rows = [torch.tensor(list(map(int, row))) for row in prompt_ids]
+    ids, mask = (pad(part, padding_side="left") for part in (rows, [torch.ones_like(row) for row in rows]))
+    given, is_image, groups = image_tensors(fields), is_image_token(ids, base.config), range(len(rows))
+    vocabulary = causal.get_input_embeddings().weight.size(0)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    for name in (name for name in TOKEN_TYPES if name in fields):
+        inputs[name] = pad([torch.tensor(row) for row in fields[name]], padding_side="left")
+    try:
+        parts = parts_by_tokens(given, is_image) if given else {}
+        pixels = [[given[name][slices[row]] for name, slices in parts.items()] for row in groups] if given else None
+        groups = find_groups(ids, mask, pixels)
+        kept = first_rows(groups)
+        inputs = {name: value[kept] for name, value in inputs.items()} | take_pixels(given, parts, kept)
+    except UnknownParts:  # equal prompts become one by the features of their images
+        inputs |= given
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    requests = [row[-length:].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
+    made = Requests(vocabulary, requests, [[] for _ in requests])
+    if given:
+        read = _read_decoder_inputs(causal, {name: value.to(device) for name, value in inputs.items()})
+        _add_images(made, read, is_image_token(inputs["input_ids"], base.config), lengths)
+    for row, group in enumerate(groups):
+        made.rows[made.ids.index(made.ids[group])].append(row)
+    return made
+
+
+def _read_decoder_inputs(causal: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a model over prompts up to its decoder; return the decoder's arguments."""
+    read: dict[str, Any] = {}
+
+    def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        read.update(kwargs)
+        raise _DecoderReached
+
+    handle = causal.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        base_of(causal)(**inputs, use_cache=False)
+    except _DecoderReached:
+        return read
+    finally:
+        handle.remove()
+    raise BatchingError(f"{type(causal).__name__} did not run its decoder: use generate, or vLLM.")
+
+
+def _add_images(made: Requests, read: Mapping[str, Any], is_image: Tensor, lengths: Sequence[int]) -> None:
+    """Give image tokens, (U, P) bool, ids by features and position: equal ids, which share pages, are equal inputs."""
+    at = is_image.to(read["inputs_embeds"].device)
+    deep = list(read.get("deepstack_visual_embeds") or ())
+    features = torch.cat([read["inputs_embeds"][at], *(level.to(read["inputs_embeds"]) for level in deep)], dim=-1)
+    keys: list[Any] = [xxhash.xxh3_128_digest(row) for row in features.cpu().contiguous().view(torch.uint8).numpy()]
+    positions = read.get("position_ids")
+    positions = positions[-3:] if positions is not None and positions.ndim == 3 else None  # (3, U, P)
+    if positions is not None:
+        keys = [*zip(keys, *positions[:, at].tolist(), strict=True)]
+        made.places = [row[-length:].tolist() for row, length in zip(positions[0], lengths, strict=True)]
+    numbers = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))  # key -> first token with it
+    order = {key: made.vocabulary + number for number, key in enumerate(sorted(numbers, key=numbers.__getitem__))}
+    images = iter(keys)
+    for tokens, shown, length in zip(made.ids, is_image, lengths, strict=True):
+        for place in shown[-length:].nonzero().flatten().tolist():
+            tokens[place] = order[next(images)]
+    firsts = torch.tensor(sorted(numbers.values()), device=at.device, dtype=torch.int64)
+    table = nn.functional.pad(features[firsts], (0, 0, 1, 0))
+    made.features, *made.deep = table.chunk(1 + len(deep), dim=-1)
+    made.positions = None if positions is None else nn.functional.pad(positions[:, at][:, firsts], (1, 0))
+
+
+@contextmanager
+def looking_up(causal: Any, requests: Requests, autocast: Any) -> Iterator[None]:
+    """Let a model read requests in this block.
+
+    Args:
+        causal: transformers model.
+        requests: prompts.
+        autocast: returns the block of a forward pass; transformers makes them in a thread of its own.
+    """
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+
+    embed, plain, seen = causal.get_input_embeddings(), causal.forward, dict[str, Tensor]()
+    prepare, update = ContinuousBatchingIOs.prepare_batch_tensors, PagedAttentionCache.update
+
+    def forward(input_ids: Tensor, position_ids: Tensor, **options: Any) -> Any:
+        is_image = input_ids >= requests.vocabulary
+        seen["mask"], seen["index"] = is_image, torch.where(is_image, input_ids - requests.vocabulary + 1, 0)
+        embeds = embed(input_ids.masked_fill(is_image, 0))
+        if requests.features is not None:
+            embeds = torch.where(is_image.unsqueeze(-1), requests.features[seen["index"]].to(embeds), embeds)
+        if requests.positions is not None:
+            position_ids = torch.where(is_image, requests.positions[:, seen["index"]], position_ids)  # (3, 1, Q)
+        with autocast():
+            return plain(inputs_embeds=embeds, position_ids=position_ids, **options)
+
+    def add_deep_features(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        deep = [level[seen["index"]] for level in requests.deep]
+        return args, options | {"visual_pos_masks": seen["mask"], "deepstack_visual_embeds": deep}
+
+    def prepare_with_positions(batch: Any, requests_in_batch: list[Any], *args: Any, **options: Any) -> None:
+        prepare(batch, requests_in_batch, *args, **options)
+        positions = list[int]()
+        for part in requests_in_batch:
+            name, stop = part.state.request_id.partition("__child")[0], part.state.position_offset
+            places = requests.places[int(name)] if name.isdigit() else []  # those of a warm-up have other names
+            offset = max(places) + 1 - len(places) if places else 0
+            start = stop - part.query_length
+            positions += [*places[start:stop], *(at + offset for at in range(max(start, len(places)), stop))]
+        batch.position_ids[: len(positions)] = torch.tensor(positions, dtype=torch.int32)
+
+    def update_with_cast(cache: Any, key_states: Tensor, value_states: Tensor, **options: Any) -> Any:
+        key, value = key_states.to(cache.dtype), value_states.to(cache.dtype)  # autocast changes either
+        return update(cache, key_states=key, value_states=value, **options)
+
+    with ExitStack() as patches:
+        patches.enter_context(patched_method(causal, "forward", forward))
+        patches.enter_context(patched_attribute(PagedAttentionCache, "update", update_with_cast))
+        if requests.places:
+            patched = patched_attribute(ContinuousBatchingIOs, "prepare_batch_tensors", prepare_with_positions)
+            patches.enter_context(patched)
+        if requests.deep:
+            decoder = causal.get_decoder()
+            patches.enter_context(decoder.register_forward_pre_hook(add_deep_features, with_kwargs=True))
+            # Of dense features, which a CUDA graph can add.
+            added = patched_method(decoder, "_deepstack_process", lambda states, mask, level: states + level.to(states))
+            patches.enter_context(added)
+        yield
+
+
+class ContinuousBatching:
+    """Generates the completions of rollouts by continuous batching, each prompt once.
+
+    Args:
+        trainer: constructed.
+
+    Attributes:
+        is_exact: whether the log-probabilities of the first rollout equal those of its scoring pass; None before it.
+
+    Raises:
+        ConfigError: continuous batching cannot generate with this model or these options.
+    """
+
+    def __init__(self, trainer: ConstructedTrainer) -> None:
+        self.trainer, self.is_exact, self._told = trainer, None, False
+        name, model = "use_transformers_continuous_batching", trainer.model
+        installed = version("transformers")
+        if Version(installed) < Version("5.23"):
+            raise ConfigError(f"{name} reads images with transformers 5.23 and later, not {installed}: upgrade it.")
+        if trainer.is_deepspeed_enabled and trainer.args.deepspeed_plugin.zero_stage == 3 or trainer.is_fsdp_enabled:
+            raise ConfigError(f"{name} with images needs whole parameters: use DDP or ZeRO-2, or use_vllm.")
+        if (reason := why_not_batched(model)) is not None:
+            raise ConfigError(f"{name} cannot be used with {type(causal_model(model)).__name__} ({reason}): drop it.")
+        from transformers.generation import logits_process
+
+        for kind in (logits_process.SuppressTokensLogitsProcessor, logits_process.MinPLogitsWarper):
+            kind.supports_continuous_batching = True  # they read scores alone, and transformers warns of others
+        config = self._generation_config(causal_model(model))
+        unfit = ["num_beams"] if (config.num_beams or 1) > 1 else ["stop_strings"] if config.stop_strings else []
+        # Penalties of repetition, for example, which read the tokens so far.
+        kinds = causal_model(model)._get_logits_processor(config)
+        unfit += [type(kind).__name__ for kind in kinds if getattr(kind, "supports_continuous_batching", None) is False]
+        if unfit:
+            raise ConfigError(f"{name} cannot be used with {unfit[0]}, which it would ignore: drop one of the two.")
+
+    def _generation_config(self, causal: Any) -> Any:
+        return causal._prepare_generation_config(self.trainer.generation_config)[0]
+
+    def generate(
+        self, prompt_ids: Any, images: Any, fields: Mapping[str, Any], num_generations: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Generate one turn as TRL's `_generate_single_turn` does; return tokens and their log-probabilities."""
+        trainer, args = self.trainer, self.trainer.args
+        unwrapped = unwrap_model_for_generation(
+            trainer.model_wrapped,
+            trainer.accelerator,
+            generation_kwargs=trainer.generation_kwargs,
+            gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+        )
+        with unwrapped as model, torch.no_grad(), evaluating(model):
+            causal = causal_model(model)
+            config = self._generation_config(causal)
+            with trainer.accelerator.autocast():
+                requests = make_requests(causal, prompt_ids, fields)
+            pages = self._plan_pages(causal, requests, config.max_new_tokens)
+            with looking_up(causal, requests, trainer.accelerator.autocast):
+                return generate_batch(causal, requests, config, pages)
+
+    def _plan_pages(self, causal: Any, requests: Requests, new_tokens: int) -> Any:
+        """Return the options of a batch with pages for all its requests, or for as many as the option allows."""
+        from transformers.generation.continuous_batching.cache import find_head_dim, find_num_key_value_heads
+
+        options, text = self.trainer.continuous_batching_config, causal.config.get_text_config()
+        size, count = options.page_size, 0
+        for ids, rows in zip(requests.ids, requests.rows, strict=True):
+            count += len(ids) // size + len(rows) * -(-(len(ids) % size + new_tokens) // size)
+        block = size * 2 * text.num_hidden_layers * find_num_key_value_heads(text) * find_head_dim(text) * causal.dtype.itemsize
+        most = self.trainer.args.batching_cache_megabytes
+        blocks = int(count / _FREE) + 1
+        blocks = options.num_blocks or (blocks if most is None else max(min(blocks, int(most * 2**20 // block)), 1))
+        tokens, completions = sum(map(len, requests.ids)), sum(map(len, requests.rows))
+        if not self._told and self.trainer.accelerator.is_main_process:
+            where = f"{completions} completions of {len(requests.ids)} prompts"
+            logger.warning(f"Continuous batching: {blocks * block / 2**20:.0f} MB of pages for {where}, then freed.")
+        self._told = True
+        return replace(
+            options,
+            num_blocks=blocks,
+            max_batch_tokens=options.max_batch_tokens or min(max(tokens, completions), _TOKENS_PER_PASS),
+            return_logprobs=True,
+        )
+
+
+def generate_batch(
+    causal: Any, requests: Requests, config: Any, pages: Any
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Generate the completions of requests; return their tokens and log-probabilities by row.
+
+    All requests wait before the first pass, so that its order, and with it sampling, depends on the seed alone.
+
+    Args:
+        causal: transformers model, which looks up the requests.
+        requests: prompts.
+        config: options of generation.
+        pages: options of continuous batching.
+
+    Raises:
+        BatchingError: a pass failed.
+    """
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    missing = {(str(name), place): row for name, rows in enumerate(requests.rows) for place, row in enumerate(rows)}
+    hints = WorkloadHints(max(map(len, requests.ids)), config.max_new_tokens, len(missing))
+    manager = causal.init_continuous_batching(config, pages, hints)
+    for name, (ids, rows) in enumerate(zip(requests.ids, requests.rows, strict=True)):
+        manager.num_return_sequences = len(rows)
+        if rows:
+            manager.add_request(ids, request_id=str(name), eos_token_id=config.eos_token_id)
+    completions: list[Any] = [None] * len(missing)
+    manager.warmup()
+    manager.start()
+    try:
+        while missing:
+            result = manager.get_result(timeout=1)
+            if result is None and not manager.is_running() or result is not None and result.error:
+                cause = manager.background_thread_status.fatal_error or (result and result.error)
+                cure = "look at the error above, raise batching_cache_megabytes, or use generate"
+                raise BatchingError(f"Continuous batching failed ({cause}): {cure}.")
+            if result is not None:
+                name, _, child = result.request_id.partition("__child#")
+                completions[missing.pop((name, int(child) + 1 if child else 0))] = result
+    finally:
+        manager.stop(hard_stop=bool(missing))
+        manager.destroy()
+    return [each.generated_tokens for each in completions], [each.logprobs for each in completions]
