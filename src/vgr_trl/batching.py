@@ -20,7 +20,8 @@ from trl.trainer.utils import pad
 from vgr_trl.errors import ConfigError, VGRError
 from vgr_trl.patching import evaluating, patched_attribute, patched_method
 from vgr_trl.pixels import TOKEN_TYPES, UnknownParts, causal_type, image_tensors, parts_by_tokens
-from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.rows import valid_tokens
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
@@ -34,6 +35,11 @@ from vgr_trl.sharing.report import UnsupportedModel
 logger = logging.get_logger(__name__)
 
 EXACT = 1e-4  # largest distance, in nats, at which returned log-probabilities serve as old ones
+# Options of generation that read the tokens so far, or the end of them, and their values without effect.
+_IGNORED = {
+    "num_beams": 1, "stop_strings": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None,
+    "min_length": 0, "min_new_tokens": 0, "sequence_bias": None,
+}  # fmt: skip
 _TOKENS_PER_PASS = 8192  # transformers' default, which also sizes its masks
 _FREE = 0.85  # transformers starts no request while less than the rest of the pages is free
 
@@ -250,13 +256,11 @@ class ContinuousBatching:
 
         for kind in (logits_process.SuppressTokensLogitsProcessor, logits_process.MinPLogitsWarper):
             kind.supports_continuous_batching = True  # they read scores alone, and transformers warns of others
-        config = self._generation_config(causal_model(model))
-        unfit = ["num_beams"] if (config.num_beams or 1) > 1 else ["stop_strings"] if config.stop_strings else []
-        # Penalties of repetition, for example, which read the tokens so far.
-        kinds = causal_model(model)._get_logits_processor(config)
-        unfit += [type(kind).__name__ for kind in kinds if getattr(kind, "supports_continuous_batching", None) is False]
-        if unfit:
-            raise ConfigError(f"{name} cannot be used with {unfit[0]}, which it would ignore: drop one of the two.")
+        given = vars(self._generation_config(causal_model(model)))
+        for option, plain in _IGNORED.items():
+            if given.get(option) not in (None, plain):
+                ignored = f"{option}={given[option]}, which transformers would ignore"
+                raise ConfigError(f"{name} cannot be used with {ignored}: drop one of the two.")
 
     def _generation_config(self, causal: Any) -> Any:
         return causal._prepare_generation_config(self.trainer.generation_config)[0]
@@ -281,6 +285,34 @@ class ContinuousBatching:
             with looking_up(causal, requests, trainer.accelerator.autocast):
                 return generate_batch(causal, requests, config, pages)
 
+    def compare(self, batch: Mapping[str, Any], logps: Tensor, scored: Tensor) -> dict[str, float]:
+        """Compare returned log-probabilities with the trainer's of the same policy; return TRL's metrics of vLLM.
+
+        Args:
+            batch: rows of a rollout.
+            logps: (N, T), the trainer's.
+            scored: (N, T) bool, tokens that it scored.
+        """
+        distance = (logps.detach() - batch["sampling_per_token_logps"]).abs()[scored & valid_tokens(batch).bool()]
+        parts = [
+            distance.sum(),
+            torch.tensor(len(distance)).to(logps),
+            distance.max() if len(distance) else 0 * logps[0, 0],
+        ]
+        sums = self.trainer.accelerator.gather(torch.stack(parts).detach().unsqueeze(0)).double()
+        largest = sums[:, 2].max().item()
+        self.is_exact = largest <= EXACT if self.is_exact is None else self.is_exact
+        name = "sampling/sampling_logp_difference"
+        return {f"{name}/mean": (sums[:, 0].sum() / sums[:, 1].sum().clamp(min=1)).item(), f"{name}/max": largest}
+
+    def old_logps(self, rollout: Rollout, length: int) -> Tensor | None:
+        """Return the log-probabilities of a rollout's completions, (N, T), if they serve as old ones, or None."""
+        if not self.is_exact or rollout.sampled is None:
+            return None
+        sampled, rollout.sampled = rollout.sampled, None  # they are not compared with themselves
+        rows = [nn.functional.pad(torch.tensor(row), (0, length - len(row))) for row in sampled]
+        return torch.stack(rows).to(self.trainer.accelerator.device)
+
     def _plan_pages(self, causal: Any, requests: Requests, new_tokens: int) -> Any:
         """Return the options of a batch with pages for all its requests, or for as many as the option allows."""
         from transformers.generation.continuous_batching.cache import find_head_dim, find_num_key_value_heads
@@ -289,7 +321,14 @@ class ContinuousBatching:
         size, count = options.page_size, 0
         for ids, rows in zip(requests.ids, requests.rows, strict=True):
             count += len(ids) // size + len(rows) * -(-(len(ids) % size + new_tokens) // size)
-        block = size * 2 * text.num_hidden_layers * find_num_key_value_heads(text) * find_head_dim(text) * causal.dtype.itemsize
+        block = (
+            size
+            * 2
+            * text.num_hidden_layers
+            * find_num_key_value_heads(text)
+            * find_head_dim(text)
+            * causal.dtype.itemsize
+        )
         most = self.trainer.args.batching_cache_megabytes
         blocks = int(count / _FREE) + 1
         blocks = options.num_blocks or (blocks if most is None else max(min(blocks, int(most * 2**20 // block)), 1))

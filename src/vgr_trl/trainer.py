@@ -351,6 +351,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         keeps_tags = patched_attribute(self.processing_class, "batch_decode", lambda ids, **_: decode(ids))
         with keeps_tags, guarded(self) if self.tools else nullcontext():
             generated = super()._generate(prompts)
+        if self._rollout is not None:
+            self._rollout.sampled = generated[4]
         if self._rollout is not None and self.tools:
             self._rollout.turns = collect_turns(self, self._rollout, generated)
         return generated
@@ -462,6 +464,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         rollout.batch = batch
         if not self.model.training:
             return
+        if self.batching is not None and rollout.sampled and (old := batch.get(OLD_LOGPS)) is not None:
+            self._log_metrics(self.batching.compare(batch, old, torch.ones_like(old, dtype=torch.bool)))
         if self.pixels_unchecked and (metrics := check_pixel_use(self, rollout)) is not None:
             self.pixels_unchecked = False
             self._log_metrics(metrics)
@@ -525,6 +529,10 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             return scores
         if self.model.training and self.features.reuse_first_pass.enabled:
             return None
+        if self.batching is not None and self.model.training and not (entropies or self.measurement.scoring):
+            length = inputs["logits_to_keep"]
+            if (logps := self.batching.old_logps(rollout, length)) is not None:
+                return Scores(logps, inputs["attention_mask"][:, -length:].bool())
         if model is not self.model or not self.measurement.scoring:
             return self.score(inputs, Want(entropies), model)
         if rollout.turns is not None:
@@ -550,6 +558,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             return loss * weight
         measured = passed.logps, self._metrics["train"], passed.scores.mask, passed.scores.rows_run
         self._log_metrics(self.step_metrics.measure(inputs, *measured))
+        if self.batching is not None and OLD_LOGPS not in inputs and "sampling_per_token_logps" in inputs:
+            self._log_metrics(self.batching.compare(inputs, passed.logps, passed.scores.mask))
         terms, metrics = auxiliary_loss(self, passed)
         loss = (loss + terms) * weight
         if self.critic is not None:
