@@ -3,8 +3,9 @@
 Each image token becomes an id of its own behind the vocabulary, by which its features and position are looked up.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
@@ -15,13 +16,12 @@ from packaging.version import Version
 from torch import Tensor, nn
 from transformers.utils import logging
 from trl.models.utils import unwrap_model_for_generation
-from trl.trainer.utils import pad
 
 from vgr_trl.errors import ConfigError, VGRError
 from vgr_trl.patching import evaluating, patched_attribute, patched_method
-from vgr_trl.pixels import TOKEN_TYPES, UnknownParts, causal_type, image_tensors, parts_by_tokens
+from vgr_trl.pixels import TOKEN_TYPES, UnknownParts, image_tensors, parts_by_tokens
 from vgr_trl.rollout import ConstructedTrainer, Rollout
-from vgr_trl.rows import valid_tokens
+from vgr_trl.rows import pad_rows, valid_tokens
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
@@ -33,6 +33,8 @@ from vgr_trl.sharing.prefix_split import find_groups, first_rows, is_image_token
 from vgr_trl.sharing.report import UnsupportedModel
 
 logger = logging.get_logger(__name__)
+
+Completions = tuple[list[list[int]], list[list[float]]]  # tokens and log-probabilities of each row
 
 EXACT = 1e-4  # largest distance, in nats, at which returned log-probabilities serve as old ones
 # Options of generation that read the tokens so far, or the end of them, and their values without effect.
@@ -62,9 +64,8 @@ def why_not_batched(model: nn.Module) -> str | None:
         return f"layers of type {min(others)}, which transformers does not batch"
     if getattr(text, "num_kv_shared_layers", 0):
         return "layers that take their keys and values from another"
-    if text.model_type in ("gemma3_text", "gemma4_text"):
-        return "images that see themselves, while attention over pages is causal"
-    return "prompts that see themselves" if causal_type(base.config, "token_type_ids") else None
+    sees_images = text.model_type in ("gemma3_text", "gemma4_text")
+    return "images that see themselves, while attention over pages is causal" if sees_images else None
 
 
 @dataclass
@@ -102,13 +103,10 @@ def make_requests(causal: Any, prompt_ids: Sequence[Sequence[int]], fields: Mapp
         fields: further outputs of the processor, as TRL has them.
     """
     base, device = base_of(causal), causal.device
-    rows = [torch.tensor(list(map(int, row))) for row in prompt_ids]
-    ids, mask = (pad(part, padding_side="left") for part in (rows, [torch.ones_like(row) for row in rows]))
-    given, is_image, groups = image_tensors(fields), is_image_token(ids, base.config), range(len(rows))
-    vocabulary = causal.get_input_embeddings().weight.size(0)
+    ids, mask = pad_rows([list(map(int, row)) for row in prompt_ids], 0, "left")
+    given, is_image, groups = image_tensors(fields), is_image_token(ids, base.config), list(range(len(ids)))
     inputs = {"input_ids": ids, "attention_mask": mask}
-    for name in (name for name in TOKEN_TYPES if name in fields):
-        inputs[name] = pad([torch.tensor(row) for row in fields[name]], padding_side="left")
+    inputs |= {name: pad_rows(fields[name], 0, "left")[0] for name in TOKEN_TYPES if name in fields}
     try:
         parts = parts_by_tokens(given, is_image) if given else {}
         pixels = [[given[name][slices[row]] for name, slices in parts.items()] for row in groups] if given else None
@@ -119,7 +117,7 @@ def make_requests(causal: Any, prompt_ids: Sequence[Sequence[int]], fields: Mapp
         inputs |= given
     lengths = inputs["attention_mask"].sum(1).tolist()
     requests = [row[-length:].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
-    made = Requests(vocabulary, requests, [[] for _ in requests])
+    made = Requests(causal.get_input_embeddings().weight.size(0), requests, [[] for _ in requests])
     if given:
         read = _read_decoder_inputs(causal, {name: value.to(device) for name, value in inputs.items()})
         _add_images(made, read, is_image_token(inputs["input_ids"], base.config), lengths)
@@ -136,14 +134,9 @@ def _read_decoder_inputs(causal: Any, inputs: Mapping[str, Any]) -> dict[str, An
         read.update(kwargs)
         raise _DecoderReached
 
-    handle = causal.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
-    try:
+    with causal.get_decoder().register_forward_pre_hook(stop, with_kwargs=True), suppress(_DecoderReached):
         base_of(causal)(**inputs, use_cache=False)
-    except _DecoderReached:
-        return read
-    finally:
-        handle.remove()
-    raise BatchingError(f"{type(causal).__name__} did not run its decoder: use generate, or vLLM.")
+    return read
 
 
 def _add_images(made: Requests, read: Mapping[str, Any], is_image: Tensor, lengths: Sequence[int]) -> None:
@@ -157,16 +150,16 @@ def _add_images(made: Requests, read: Mapping[str, Any], is_image: Tensor, lengt
     if positions is not None:
         keys = [*zip(keys, *positions[:, at].tolist(), strict=True)]
         made.places = [row[-length:].tolist() for row, length in zip(positions[0], lengths, strict=True)]
-    numbers = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))  # key -> first token with it
-    order = {key: made.vocabulary + number for number, key in enumerate(sorted(numbers, key=numbers.__getitem__))}
+    order = {key: number for number, key in enumerate(dict.fromkeys(keys), made.vocabulary)}
+    firsts = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))  # key -> first token with it
+    kept = torch.tensor([firsts[key] for key in order], device=at.device, dtype=torch.int64)
     images = iter(keys)
     for tokens, shown, length in zip(made.ids, is_image, lengths, strict=True):
         for place in shown[-length:].nonzero().flatten().tolist():
             tokens[place] = order[next(images)]
-    firsts = torch.tensor(sorted(numbers.values()), device=at.device, dtype=torch.int64)
-    table = nn.functional.pad(features[firsts], (0, 0, 1, 0))
+    table = nn.functional.pad(features[kept], (0, 0, 1, 0))
     made.features, *made.deep = table.chunk(1 + len(deep), dim=-1)
-    made.positions = None if positions is None else nn.functional.pad(positions[:, at][:, firsts], (1, 0))
+    made.positions = None if positions is None else nn.functional.pad(positions[:, at][:, kept], (1, 0))
 
 
 @contextmanager
@@ -199,7 +192,7 @@ def looking_up(causal: Any, requests: Requests, autocast: Any) -> Iterator[None]
         deep = [level[seen["index"]] for level in requests.deep]
         return args, options | {"visual_pos_masks": seen["mask"], "deepstack_visual_embeds": deep}
 
-    def prepare_with_positions(batch: Any, requests_in_batch: list[Any], *args: Any, **options: Any) -> None:
+    def with_positions(batch: Any, requests_in_batch: list[Any], *args: Any, **options: Any) -> None:
         prepare(batch, requests_in_batch, *args, **options)
         positions = list[int]()
         for part in requests_in_batch:
@@ -211,15 +204,16 @@ def looking_up(causal: Any, requests: Requests, autocast: Any) -> Iterator[None]
         batch.position_ids[: len(positions)] = torch.tensor(positions, dtype=torch.int32)
 
     def update_with_cast(cache: Any, key_states: Tensor, value_states: Tensor, **options: Any) -> Any:
-        key, value = key_states.to(cache.dtype), value_states.to(cache.dtype)  # autocast changes either
-        return update(cache, key_states=key, value_states=value, **options)
+        # Autocast changes the type of either.
+        return update(
+            cache, key_states=key_states.to(cache.dtype), value_states=value_states.to(cache.dtype), **options
+        )
 
     with ExitStack() as patches:
         patches.enter_context(patched_method(causal, "forward", forward))
         patches.enter_context(patched_attribute(PagedAttentionCache, "update", update_with_cast))
         if requests.places:
-            patched = patched_attribute(ContinuousBatchingIOs, "prepare_batch_tensors", prepare_with_positions)
-            patches.enter_context(patched)
+            patches.enter_context(patched_attribute(ContinuousBatchingIOs, "prepare_batch_tensors", with_positions))
         if requests.deep:
             decoder = causal.get_decoder()
             patches.enter_context(decoder.register_forward_pre_hook(add_deep_features, with_kwargs=True))
@@ -234,6 +228,7 @@ class ContinuousBatching:
 
     Args:
         trainer: constructed.
+        is_sharded: whether a process has only parts of the parameters.
 
     Attributes:
         is_exact: whether the log-probabilities of the first rollout equal those of its scoring pass; None before it.
@@ -242,40 +237,31 @@ class ContinuousBatching:
         ConfigError: continuous batching cannot generate with this model or these options.
     """
 
-    def __init__(self, trainer: ConstructedTrainer) -> None:
-        self.trainer, self.is_exact, self._told = trainer, None, False
+    def __init__(self, trainer: ConstructedTrainer, is_sharded: bool) -> None:
+        self.trainer, self._told = trainer, False
+        self.is_exact: bool | None = None
         name, model = "use_transformers_continuous_batching", trainer.model
-        installed = version("transformers")
-        if Version(installed) < Version("5.23"):
-            raise ConfigError(f"{name} reads images with transformers 5.23 and later, not {installed}: upgrade it.")
-        if trainer.is_deepspeed_enabled and trainer.args.deepspeed_plugin.zero_stage == 3 or trainer.is_fsdp_enabled:
-            raise ConfigError(f"{name} with images needs whole parameters: use DDP or ZeRO-2, or use_vllm.")
-        if (reason := why_not_batched(model)) is not None:
+        if Version(version("transformers")) < Version("5.23"):
+            raise ConfigError(f"{name} reads images with transformers 5.23 and later: upgrade it, or use use_vllm.")
+        if (reason := "sharded parameters" if is_sharded else why_not_batched(model)) is not None:
             raise ConfigError(f"{name} cannot be used with {type(causal_model(model)).__name__} ({reason}): drop it.")
         from transformers.generation import logits_process
 
         for kind in (logits_process.SuppressTokensLogitsProcessor, logits_process.MinPLogitsWarper):
             kind.supports_continuous_batching = True  # they read scores alone, and transformers warns of others
-        given = vars(self._generation_config(causal_model(model)))
+        config = self._generation_config(causal_model(model))
         for option, plain in _IGNORED.items():
-            if given.get(option) not in (None, plain):
-                ignored = f"{option}={given[option]}, which transformers would ignore"
-                raise ConfigError(f"{name} cannot be used with {ignored}: drop one of the two.")
+            if (given := getattr(config, option)) not in (None, plain):
+                raise ConfigError(f"{name} would ignore {option}={given}: drop one of the two.")
 
     def _generation_config(self, causal: Any) -> Any:
         return causal._prepare_generation_config(self.trainer.generation_config)[0]
 
-    def generate(
-        self, prompt_ids: Any, images: Any, fields: Mapping[str, Any], num_generations: int
-    ) -> tuple[list[list[int]], list[list[float]]]:
+    def generate(self, prompt_ids: Any, images: Any, fields: Mapping[str, Any], num_generations: int) -> Completions:
         """Generate one turn as TRL's `_generate_single_turn` does; return tokens and their log-probabilities."""
-        trainer, args = self.trainer, self.trainer.args
-        unwrapped = unwrap_model_for_generation(
-            trainer.model_wrapped,
-            trainer.accelerator,
-            generation_kwargs=trainer.generation_kwargs,
-            gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
-        )
+        trainer, checkpointing = self.trainer, self.trainer.args.gradient_checkpointing_kwargs
+        options: Any = {"gradient_checkpointing_kwargs": checkpointing, "generation_kwargs": trainer.generation_kwargs}
+        unwrapped = unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator, **options)
         with unwrapped as model, torch.no_grad(), evaluating(model):
             causal = causal_model(model)
             config = self._generation_config(causal)
@@ -294,60 +280,43 @@ class ContinuousBatching:
             scored: (N, T) bool, tokens that it scored.
         """
         distance = (logps.detach() - batch["sampling_per_token_logps"]).abs()[scored & valid_tokens(batch).bool()]
-        parts = [
-            distance.sum(),
-            torch.tensor(len(distance)).to(logps),
-            distance.max() if len(distance) else 0 * logps[0, 0],
-        ]
-        sums = self.trainer.accelerator.gather(torch.stack(parts).detach().unsqueeze(0)).double()
-        largest = sums[:, 2].max().item()
+        own = [distance.sum(), distance.new_tensor(len(distance)), nn.functional.pad(distance, (0, 1)).max()]
+        sums = self.trainer.accelerator.gather(torch.stack(own).unsqueeze(0)).double()
+        mean, largest = (sums[:, 0].sum() / sums[:, 1].sum().clamp(min=1)).item(), sums[:, 2].max().item()
         self.is_exact = largest <= EXACT if self.is_exact is None else self.is_exact
-        name = "sampling/sampling_logp_difference"
-        return {f"{name}/mean": (sums[:, 0].sum() / sums[:, 1].sum().clamp(min=1)).item(), f"{name}/max": largest}
+        return {
+            f"sampling/sampling_logp_difference/{name}": value for name, value in (("mean", mean), ("max", largest))
+        }
 
-    def old_logps(self, rollout: Rollout, length: int) -> Tensor | None:
-        """Return the log-probabilities of a rollout's completions, (N, T), if they serve as old ones, or None."""
+    def old_logps(self, rollout: Rollout, mask: Tensor) -> Tensor | None:
+        """Return the returned log-probabilities of valid tokens, (N, T) bool, as old ones, or None if they differ."""
         if not self.is_exact or rollout.sampled is None:
             return None
         sampled, rollout.sampled = rollout.sampled, None  # they are not compared with themselves
-        rows = [nn.functional.pad(torch.tensor(row), (0, length - len(row))) for row in sampled]
-        return torch.stack(rows).to(self.trainer.accelerator.device)
+        rows = [nn.functional.pad(torch.tensor(row), (0, mask.size(1) - len(row))) for row in sampled]
+        return torch.stack(rows).to(mask.device)
 
     def _plan_pages(self, causal: Any, requests: Requests, new_tokens: int) -> Any:
         """Return the options of a batch with pages for all its requests, or for as many as the option allows."""
         from transformers.generation.continuous_batching.cache import find_head_dim, find_num_key_value_heads
 
         options, text = self.trainer.continuous_batching_config, causal.config.get_text_config()
-        size, count = options.page_size, 0
-        for ids, rows in zip(requests.ids, requests.rows, strict=True):
-            count += len(ids) // size + len(rows) * -(-(len(ids) % size + new_tokens) // size)
-        block = (
-            size
-            * 2
-            * text.num_hidden_layers
-            * find_num_key_value_heads(text)
-            * find_head_dim(text)
-            * causal.dtype.itemsize
-        )
-        most = self.trainer.args.batching_cache_megabytes
-        blocks = int(count / _FREE) + 1
-        blocks = options.num_blocks or (blocks if most is None else max(min(blocks, int(most * 2**20 // block)), 1))
-        tokens, completions = sum(map(len, requests.ids)), sum(map(len, requests.rows))
+        size, width = options.page_size, 2 * find_num_key_value_heads(text) * find_head_dim(text)
+        page = size * width * text.num_hidden_layers * causal.dtype.itemsize  # bytes, of all layers
+        groups = [(len(ids), len(rows)) for ids, rows in zip(requests.ids, requests.rows, strict=True)]
+        needed = sum(tokens // size + count * -(-(tokens % size + new_tokens) // size) for tokens, count in groups)
+        most = (self.trainer.args.batching_cache_megabytes or math.inf) * 2**20 / page
+        blocks = options.num_blocks or max(int(min(needed / _FREE + 1, most)), 1)
+        tokens, completions = map(sum, zip(*groups, strict=True))
         if not self._told and self.trainer.accelerator.is_main_process:
-            where = f"{completions} completions of {len(requests.ids)} prompts"
-            logger.warning(f"Continuous batching: {blocks * block / 2**20:.0f} MB of pages for {where}, then freed.")
+            where = f"{completions} completions of {len(groups)} prompts"
+            logger.warning(f"Continuous batching: {blocks * page / 2**20:.0f} MB of pages for {where}, then freed.")
         self._told = True
-        return replace(
-            options,
-            num_blocks=blocks,
-            max_batch_tokens=options.max_batch_tokens or min(max(tokens, completions), _TOKENS_PER_PASS),
-            return_logprobs=True,
-        )
+        tokens = options.max_batch_tokens or min(max(tokens, completions), _TOKENS_PER_PASS)
+        return replace(options, num_blocks=blocks, max_batch_tokens=tokens, return_logprobs=True)
 
 
-def generate_batch(
-    causal: Any, requests: Requests, config: Any, pages: Any
-) -> tuple[list[list[int]], list[list[float]]]:
+def generate_batch(causal: Any, requests: Requests, config: Any, pages: Any) -> Completions:
     """Generate the completions of requests; return their tokens and log-probabilities by row.
 
     All requests wait before the first pass, so that its order, and with it sampling, depends on the seed alone.
@@ -363,7 +332,8 @@ def generate_batch(
     """
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
-    missing = {(str(name), place): row for name, rows in enumerate(requests.rows) for place, row in enumerate(rows)}
+    parts = ((name, place, row) for name, rows in enumerate(requests.rows) for place, row in enumerate(rows))
+    missing = {f"{name}__child#{place - 1}" if place else str(name): row for name, place, row in parts}
     hints = WorkloadHints(max(map(len, requests.ids)), config.max_new_tokens, len(missing))
     manager = causal.init_continuous_batching(config, pages, hints)
     for name, (ids, rows) in enumerate(zip(requests.ids, requests.rows, strict=True)):
@@ -376,13 +346,12 @@ def generate_batch(
     try:
         while missing:
             result = manager.get_result(timeout=1)
-            if result is None and not manager.is_running() or result is not None and result.error:
+            if result.error if result else not manager.is_running():
                 cause = manager.background_thread_status.fatal_error or (result and result.error)
                 cure = "look at the error above, raise batching_cache_megabytes, or use generate"
                 raise BatchingError(f"Continuous batching failed ({cause}): {cure}.")
             if result is not None:
-                name, _, child = result.request_id.partition("__child#")
-                completions[missing.pop((name, int(child) + 1 if child else 0))] = result
+                completions[missing.pop(result.request_id)] = result
     finally:
         manager.stop(hard_stop=bool(missing))
         manager.destroy()

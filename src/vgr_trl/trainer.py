@@ -195,7 +195,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.is_sharded = facts.is_sharded
         self.passes = ForwardPasses(self, super()._get_per_token_logps_and_entropies)
         self.pixels_unchecked = facts.args.check_pixels and facts.is_vlm and facts.has_images
-        self.batching = ContinuousBatching(self) if self.use_transformers_continuous_batching and self._is_vlm else None
+        batches = self.use_transformers_continuous_batching and self._is_vlm
+        self.batching = ContinuousBatching(self, self.is_sharded) if batches else None
         self.unexpanded = None
         if self.use_vllm and self._is_vlm:
             self.unexpanded = plan_unexpanded_prompts(self)
@@ -530,9 +531,9 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if self.model.training and self.features.reuse_first_pass.enabled:
             return None
         if self.batching is not None and self.model.training and not (entropies or self.measurement.scoring):
-            length = inputs["logits_to_keep"]
-            if (logps := self.batching.old_logps(rollout, length)) is not None:
-                return Scores(logps, inputs["attention_mask"][:, -length:].bool())
+            mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
+            if (logps := self.batching.old_logps(rollout, mask)) is not None:
+                return Scores(logps, mask)
         if model is not self.model or not self.measurement.scoring:
             return self.score(inputs, Want(entropies), model)
         if rollout.turns is not None:
