@@ -39,8 +39,7 @@ Completions = tuple[list[list[int]], list[list[float]]]  # tokens and log-probab
 EXACT = 1e-4  # largest distance, in nats, at which returned log-probabilities serve as old ones
 # Options of generation that read the tokens so far, or the end of them, and their values without effect.
 _IGNORED = {
-    "num_beams": 1, "stop_strings": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None,
-    "min_length": 0, "min_new_tokens": 0, "sequence_bias": None,
+    "num_beams": 1, "stop_strings": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0,
 }  # fmt: skip
 _TOKENS_PER_PASS = 8192  # transformers' default, which also sizes its masks
 _FREE = 0.85  # transformers starts no request while less than the rest of the pages is free
@@ -82,8 +81,8 @@ class Requests:
     """
 
     vocabulary: int
-    ids: list[list[int]]
-    rows: list[list[int]]
+    ids: list[list[int]] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
     places: list[list[int]] = field(default_factory=list)
     features: Tensor | None = None
     positions: Tensor | None = None
@@ -115,12 +114,13 @@ def make_requests(causal: Any, prompt_ids: Sequence[Sequence[int]], fields: Mapp
         inputs = {name: value[kept] for name, value in inputs.items()} | take_pixels(given, parts, kept)
     except UnknownParts:  # equal prompts become one by the features of their images
         inputs |= given
-    lengths = inputs["attention_mask"].sum(1).tolist()
-    requests = [row[-length:].tolist() for row, length in zip(inputs["input_ids"], lengths, strict=True)]
-    made = Requests(causal.get_input_embeddings().weight.size(0), requests, [[] for _ in requests])
+    made = Requests(causal.get_input_embeddings().weight.size(0))
+    ids, lengths = inputs["input_ids"], inputs["attention_mask"].sum(1).tolist()
     if given:
         read = _read_decoder_inputs(causal, {name: value.to(device) for name, value in inputs.items()})
-        _add_images(made, read, is_image_token(inputs["input_ids"], base.config), lengths)
+        _add_images(made, read, ids, is_image_token(ids, base.config), lengths)
+    made.ids = [row[-length:].tolist() for row, length in zip(ids, lengths, strict=True)]
+    made.rows = [[] for _ in made.ids]
     for row, group in enumerate(groups):
         made.rows[made.ids.index(made.ids[group])].append(row)
     return made
@@ -139,7 +139,7 @@ def _read_decoder_inputs(causal: Any, inputs: Mapping[str, Any]) -> dict[str, An
     return read
 
 
-def _add_images(made: Requests, read: Mapping[str, Any], is_image: Tensor, lengths: Sequence[int]) -> None:
+def _add_images(made: Requests, read: Any, ids: Tensor, is_image: Tensor, lengths: Sequence[int]) -> None:
     """Give image tokens, (U, P) bool, ids by features and position: equal ids, which share pages, are equal inputs."""
     at = is_image.to(read["inputs_embeds"].device)
     deep = list(read.get("deepstack_visual_embeds") or ())
@@ -152,11 +152,8 @@ def _add_images(made: Requests, read: Mapping[str, Any], is_image: Tensor, lengt
         made.places = [row[-length:].tolist() for row, length in zip(positions[0], lengths, strict=True)]
     order = {key: number for number, key in enumerate(dict.fromkeys(keys), made.vocabulary)}
     firsts = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))  # key -> first token with it
+    ids[is_image] = torch.tensor([order[key] for key in keys], dtype=ids.dtype)
     kept = torch.tensor([firsts[key] for key in order], device=at.device, dtype=torch.int64)
-    images = iter(keys)
-    for tokens, shown, length in zip(made.ids, is_image, lengths, strict=True):
-        for place in shown[-length:].nonzero().flatten().tolist():
-            tokens[place] = order[next(images)]
     table = nn.functional.pad(features[kept], (0, 0, 1, 0))
     made.features, *made.deep = table.chunk(1 + len(deep), dim=-1)
     made.positions = None if positions is None else nn.functional.pad(positions[:, at][:, kept], (1, 0))
@@ -203,11 +200,9 @@ def looking_up(causal: Any, requests: Requests, autocast: Any) -> Iterator[None]
             positions += [*places[start:stop], *(at + offset for at in range(max(start, len(places)), stop))]
         batch.position_ids[: len(positions)] = torch.tensor(positions, dtype=torch.int32)
 
-    def update_with_cast(cache: Any, key_states: Tensor, value_states: Tensor, **options: Any) -> Any:
-        # Autocast changes the type of either.
-        return update(
-            cache, key_states=key_states.to(cache.dtype), value_states=value_states.to(cache.dtype), **options
-        )
+    def update_with_cast(cache: Any, **states: Any) -> Any:
+        cast = {name: states.pop(name).to(cache.dtype) for name in ("key_states", "value_states")}  # autocast mixes
+        return update(cache, **cast, **states)
 
     with ExitStack() as patches:
         patches.enter_context(patched_method(causal, "forward", forward))
@@ -309,8 +304,7 @@ class ContinuousBatching:
         blocks = options.num_blocks or max(int(min(needed / _FREE + 1, most)), 1)
         tokens, completions = map(sum, zip(*groups, strict=True))
         if not self._told and self.trainer.accelerator.is_main_process:
-            where = f"{completions} completions of {len(groups)} prompts"
-            logger.warning(f"Continuous batching: {blocks * page / 2**20:.0f} MB of pages for {where}, then freed.")
+            logger.warning(f"Continuous batching: {blocks * page >> 20} MB of pages for {completions} completions.")
         self._told = True
         tokens = options.max_batch_tokens or min(max(tokens, completions), _TOKENS_PER_PASS)
         return replace(options, num_blocks=blocks, max_batch_tokens=tokens, return_logprobs=True)

@@ -307,8 +307,8 @@ def let_models_with_processors_batch(trainer: GRPOTrainer, args: DAPOConfig) -> 
         from transformers.generation import ContinuousBatchingConfig  # which older releases lack
 
         given: Any = args.transformers_continuous_batching_config
-        trainer.use_transformers_continuous_batching = True
-        trainer.continuous_batching_config = ContinuousBatchingConfig(**{"max_memory_percent": 0.5, **(given or {})})
+        config = ContinuousBatchingConfig(**{"max_memory_percent": 0.5, **(given or {})})  # TRL's default
+        trainer.use_transformers_continuous_batching, trainer.continuous_batching_config = True, config
 
 
 # Pixels of Idefics and SmolVLM, which have one entry per row, padded to the most images of a row.

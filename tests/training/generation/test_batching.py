@@ -142,8 +142,8 @@ def test_other_probabilities_than_the_trainers_are_no_old_ones(vision_trainer):
 
 
 def test_a_run_with_an_adapter_mixed_rows_and_a_greedy_evaluation(vision_trainer):
-    shown = enumerate(vision_trainer.rows.to_list())
-    rows = Dataset.from_list([row | {"image": row["image"] if number % 2 else None} for number, row in shown])
+    rows = [dict(row) for row in vision_trainer.rows]
+    rows = Dataset.from_list([row | {"image": row["image"] if number % 2 else None} for number, row in enumerate(rows)])
     adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     trainer = vision_trainer(
         rows=rows, eval_rows=rows.select(range(4)), peft_config=adapter, num_generations_eval=1, eval_temperature=0,
