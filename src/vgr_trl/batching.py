@@ -60,11 +60,11 @@ def why_not_batched(model: nn.Module) -> str | None:
     except UnsupportedModel as error:
         return str(error)
     if others := {*layer_types(base.config)} - {"full_attention", "sliding_attention"}:
-        return f"layers of type {min(others)}, which transformers does not batch"
+        return f"layers of type {min(others)}"
     if getattr(text, "num_kv_shared_layers", 0):
         return "layers that take their keys and values from another"
     sees_images = text.model_type in ("gemma3_text", "gemma4_text")
-    return "images that see themselves, while attention over pages is causal" if sees_images else None
+    return "images that see themselves" if sees_images else None
 
 
 @dataclass
@@ -120,9 +120,8 @@ def make_requests(causal: Any, prompt_ids: Sequence[Sequence[int]], fields: Mapp
         read = _read_decoder_inputs(causal, {name: value.to(device) for name, value in inputs.items()})
         _add_images(made, read, ids, is_image_token(ids, base.config), lengths)
     made.ids = [row[-length:].tolist() for row, length in zip(ids, lengths, strict=True)]
-    made.rows = [[] for _ in made.ids]
-    for row, group in enumerate(groups):
-        made.rows[made.ids.index(made.ids[group])].append(row)
+    firsts = [made.ids.index(made.ids[group]) for group in groups]
+    made.rows = [[row for row, first in enumerate(firsts) if first == name] for name in range(len(made.ids))]
     return made
 
 

@@ -9,11 +9,15 @@ from datasets import Dataset
 from peft import LoraConfig
 from support.models.batched import MARKS, as_trl_has_it, batched, greedy_equals, largest_distance, prompts_of
 from support.models.families import FAMILIES, OTHERS, VOCABULARY, build
-from support.trainers import logged
+from support.tool_runs import deal_turns, tool_trainer
+from support.trainers import begin, logged
+from transformers import GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
+from vgr_trl import batching
 from vgr_trl.batching import BatchingError, make_requests, why_not_batched
 from vgr_trl.errors import ConfigError
+from vgr_trl.rows import pad_rows
 from vgr_trl.signals.scoring import Purpose
 
 FAST = {"max_steps": 1, "compute_attention_metrics": False, "use_transformers_continuous_batching": True}
@@ -161,3 +165,27 @@ STOPPED, SEARCHED = ({"generation_kwargs": given} for given in ({"stop_strings":
 def test_options_that_it_would_ignore_are_refused(vision_trainer, options):
     with pytest.raises(ConfigError, match="continuous_batching"):
         vision_trainer(**FAST, **options)
+
+
+def test_a_turn_behind_images_of_tools_is_a_batch_of_its_own(monkeypatch, model_folder, vision_trainer, tmp_path):
+    trainer = tool_trainer(model_folder, vision_trainer.rows, tmp_path / "run", **FAST)
+    deal, plain, tokenizer = deal_turns(trainer), batching.generate_batch, trainer._tokenizer
+    shown = []
+
+    def dealt(causal, requests, config, pages):
+        plain(causal, requests, GenerationConfig(max_new_tokens=2, do_sample=True), pages)
+        order = {row: ids for ids, rows in zip(requests.ids, requests.rows, strict=True) for row in rows}
+        rows = [[min(token, len(tokenizer) - 1) for token in order[row]] for row in range(len(order))]
+        shown.append(sum(token >= requests.vocabulary for ids in order.values() for token in ids))
+        ids, _ = pad_rows(rows, tokenizer.pad_token_id, "left")
+        texts = deal(ids)[:, ids.size(1) :].tolist()
+        end = tokenizer.eos_token_id
+        return [row[: row.index(end) + 1] for row in texts], [[0.0] * (row.index(end) + 1) for row in texts]
+
+    monkeypatch.setattr(batching, "generate_batch", dealt)
+    with trainer.new_rollout(begin(trainer)) as rollout:
+        trainer.generate_and_score(rollout)
+    assert len(shown) == 3
+    assert [len(images) for images in rollout.turns.returned] == [0, 1, 2, 1] * 2
+    columns = rollout.batch["completion_ids"].size(1)
+    assert rollout.batch["sampling_per_token_logps"].size(1) == columns
