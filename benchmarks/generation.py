@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,11 @@ def by_generate(model: Any, prompts: dict[str, Any], lengths: list[int], counter
     """Generate by `generate`; return the number of tokens of each row up to its end."""
     width, plain = prompts["input_ids"].size(1), model.forward
 
+    @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         with counter:
             return plain(*args, **kwargs)
 
-    forward.__signature__ = __import__("inspect").signature(plain)  # type: ignore[attr-defined]
     with patched_attribute(model, "forward", forward), torch.no_grad():
         ends = LogitsProcessorList([EndAt(lengths, width)])
         ids = model.generate(**prompts, max_new_tokens=LIMIT, do_sample=True, top_k=0, logits_processor=ends)
@@ -148,7 +149,7 @@ def make_page() -> str:
     prompts = prompts_of("qwen2_5_vl", (1,) * PROMPTS, generations=GENERATIONS, text=TEXT)
     unique = int(prompts["attention_mask"][::GENERATIONS].sum())
     least = unique + sum(lengths)
-    ways = {
+    ways: dict[str, tuple[Any, ...]] = {
         "`generate`": (by_generate,),
         "`generate`, prompts shared": (by_generate, "shared"),
         "continuous batching": (by_batching, 500),

@@ -49,12 +49,9 @@ class BatchingError(VGRError, RuntimeError):
     """Continuous batching ended before all completions were complete."""
 
 
-def why_not_batched(model: nn.Module) -> str | None:
-    """Return why continuous batching cannot generate with a model that reads images; None: it can."""
-    causal = causal_model(model)
+def why_not_batched(causal: Any) -> str | None:
+    """Return why continuous batching cannot generate with a transformers model that reads images; None: it can."""
     base, text = base_of(causal), causal.config.get_text_config(decoder=True)
-    if (reason := why_adapter_reads_whole_rows(model)) is not None:
-        return reason
     try:
         check_model(base)
     except UnsupportedModel as error:
@@ -212,7 +209,7 @@ def looking_up(causal: Any, requests: Requests, autocast: Any) -> Iterator[None]
             decoder = causal.get_decoder()
             patches.enter_context(decoder.register_forward_pre_hook(add_deep_features, with_kwargs=True))
             # Of dense features, which a CUDA graph can add.
-            added = patched_method(decoder, "_deepstack_process", lambda states, mask, level: states + level.to(states))
+            added = patched_method(decoder, "_deepstack_process", lambda states, mask, level: states + level)
             patches.enter_context(added)
         yield
 
@@ -234,16 +231,17 @@ class ContinuousBatching:
     def __init__(self, trainer: ConstructedTrainer, is_sharded: bool) -> None:
         self.trainer, self._told = trainer, False
         self.is_exact: bool | None = None
-        name, model = "use_transformers_continuous_batching", trainer.model
+        name, causal = "use_transformers_continuous_batching", causal_model(trainer.model)
         if Version(version("transformers")) < Version("5.23"):
             raise ConfigError(f"{name} reads images with transformers 5.23 and later: upgrade it, or use use_vllm.")
-        if (reason := "sharded parameters" if is_sharded else why_not_batched(model)) is not None:
-            raise ConfigError(f"{name} cannot be used with {type(causal_model(model)).__name__} ({reason}): drop it.")
+        reason = "sharded parameters" if is_sharded else why_adapter_reads_whole_rows(trainer.model)
+        if (reason := reason or why_not_batched(causal)) is not None:
+            raise ConfigError(f"{name} cannot be used with {type(causal).__name__} ({reason}): drop it.")
         from transformers.generation import logits_process
 
         for kind in (logits_process.SuppressTokensLogitsProcessor, logits_process.MinPLogitsWarper):
             kind.supports_continuous_batching = True  # they read scores alone, and transformers warns of others
-        config = self._generation_config(causal_model(model))
+        config = self._generation_config(causal)
         for option, plain in _IGNORED.items():
             if (given := getattr(config, option)) not in (None, plain):
                 raise ConfigError(f"{name} would ignore {option}={given}: drop one of the two.")
@@ -278,9 +276,8 @@ class ContinuousBatching:
         sums = self.trainer.accelerator.gather(torch.stack(own).unsqueeze(0)).double()
         mean, largest = (sums[:, 0].sum() / sums[:, 1].sum().clamp(min=1)).item(), sums[:, 2].max().item()
         self.is_exact = largest <= EXACT if self.is_exact is None else self.is_exact
-        return {
-            f"sampling/sampling_logp_difference/{name}": value for name, value in (("mean", mean), ("max", largest))
-        }
+        name = "sampling/sampling_logp_difference"
+        return {f"{name}/mean": mean, f"{name}/max": largest}
 
     def old_logps(self, rollout: Rollout, mask: Tensor) -> Tensor | None:
         """Return the returned log-probabilities of valid tokens, (N, T) bool, as old ones, or None if they differ."""
@@ -334,6 +331,8 @@ def generate_batch(causal: Any, requests: Requests, config: Any, pages: Any) -> 
         if rows:
             manager.add_request(ids, request_id=str(name), eos_token_id=config.eos_token_id)
     completions: list[Any] = [None] * len(missing)
+    if torch.accelerator.is_available():  # weights and features are ready for the stream of another thread
+        torch.accelerator.synchronize()
     manager.warmup()
     manager.start()
     try:

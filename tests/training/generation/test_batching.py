@@ -189,3 +189,12 @@ def test_a_turn_behind_images_of_tools_is_a_batch_of_its_own(monkeypatch, model_
     assert [len(images) for images in rollout.turns.returned] == [0, 1, 2, 1] * 2
     columns = rollout.batch["completion_ids"].size(1)
     assert rollout.batch["sampling_per_token_logps"].size(1) == columns
+
+
+def test_a_text_model_generates_by_trls_own_path(text_trainer, text_rows):
+    pages = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 256}
+    trainer = text_trainer(rows=text_rows, transformers_continuous_batching_config=pages, **FAST)
+    assert trainer.batching is None
+    trainer.train()
+    assert logged(trainer, "reward")
+    assert not logged(trainer, "sampling/sampling_logp_difference/max")
