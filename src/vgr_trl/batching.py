@@ -340,7 +340,7 @@ def generate_batch(causal: Any, requests: Requests, config: Any, pages: Any) -> 
             result = manager.get_result(timeout=1)
             if result.error if result else not manager.is_running():
                 cause = manager.background_thread_status.fatal_error or (result and result.error)
-                cure = "look at the error above, raise batching_cache_megabytes, or use generate"
+                cure = "give batching_cache_megabytes, for more pages or fewer, or use generate"
                 raise BatchingError(f"Continuous batching failed ({cause}): {cure}.")
             if result is not None:
                 completions[missing.pop(result.request_id)] = result

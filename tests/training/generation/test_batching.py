@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from vgr_trl import batching
-from vgr_trl.batching import BatchingError, make_requests, why_not_batched
+from vgr_trl.batching import BatchingError, ContinuousBatching, make_requests, why_not_batched
 from vgr_trl.errors import ConfigError
 from vgr_trl.rows import pad_rows
 from vgr_trl.signals.scoring import Purpose
@@ -198,3 +198,14 @@ def test_a_text_model_generates_by_trls_own_path(text_trainer, text_rows):
     trainer.train()
     assert logged(trainer, "reward")
     assert not logged(trainer, "sampling/sampling_logp_difference/max")
+
+
+def test_pages_that_hold_no_request_end_the_run():
+    ids, fields = as_trl_has_it(prompts_of("qwen2_vl"))
+    with pytest.raises(BatchingError, match="batching_cache_megabytes"):
+        batched(build("qwen2_vl"), ids, fields, pages={"num_blocks": 1})
+
+
+def test_sharded_parameters_are_refused(vision_trainer):
+    with pytest.raises(ConfigError, match="sharded"):
+        ContinuousBatching(vision_trainer(**FAST), is_sharded=True)
