@@ -347,7 +347,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """
         if self._rollout is not None:
             self._rollout.messages = prompts
-        text = str(prompts) + ANSWER_TAGS * any(is_from(reward, "vgr_trl") for reward in self.reward_funcs)
+        rewards = () if self._rollout is None else self.reward_funcs
+        text = str(prompts) + ANSWER_TAGS * any(is_from(reward, "vgr_trl") for reward in rewards)
         decode = partial(decode_with_tags, self._tokenizer, text=text)
         keeps_tags = patched_attribute(self.processing_class, "batch_decode", lambda ids, **_: decode(ids))
         with keeps_tags, guarded(self) if self.tools else nullcontext():
