@@ -213,7 +213,7 @@ class ForwardPasses:
         """
         shares = self.features.share_generation.enabled
         modes = {"agree": self.agree} if self.is_sharded else {}
-        sharing: Any = share_prompts(model, 1, **modes) if shares else ignore_empty_images(model)
+        sharing: Any = share_prompts(model, 1, warns=False, **modes) if shares else ignore_empty_images(model)
         with (
             self.vision_cache.around(model, counts=counts),
             sharing as report,

@@ -78,6 +78,7 @@ class SharedForward:
         agree: returns whether an answer is True in all processes, where `generate` needs equally many passes in all of
             them. None: each process decides alone.
         sharded: whether parameters are sharded; a pass with images in some processes only is refused then.
+        warns: whether to warn once of active dropout.
 
     Attributes:
         first_step: counts by kind of call, printed after the first step; None: nothing is printed.
@@ -92,13 +93,13 @@ class SharedForward:
     completion_length: int | None
     agree: Callable[[bool], bool] | None = None
     sharded: bool = True
+    warns: bool = True
     first_step: dict[str, SharingReport] | None = None
     labelled: int | None = None
     paused: bool = False
     refused: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.warns = True  # of dropout, once
         self.names = list(signature(self.plain).parameters)
         self.agree_on_images = self.agree if self.sharded and "pixel_values" in self.names else None
         self.lock = RLock()  # the model keeps the offsets of one generation at a time
