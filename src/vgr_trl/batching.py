@@ -185,7 +185,7 @@ def looking_up(causal: Any, requests: Requests, autocast: Any) -> Iterator[None]
         deep = [level[seen["index"]] for level in requests.deep]
         return args, options | {"visual_pos_masks": seen["mask"], "deepstack_visual_embeds": deep}
 
-    def with_positions(batch: Any, requests_in_batch: list[Any], *args: Any, **options: Any) -> None:
+    def prepare_positions(batch: Any, requests_in_batch: list[Any], *args: Any, **options: Any) -> None:
         prepare(batch, requests_in_batch, *args, **options)
         positions = list[int]()
         for part in requests_in_batch:
@@ -204,7 +204,7 @@ def looking_up(causal: Any, requests: Requests, autocast: Any) -> Iterator[None]
         patches.enter_context(patched_method(causal, "forward", forward))
         patches.enter_context(patched_attribute(PagedAttentionCache, "update", update_with_cast))
         if requests.places:
-            patches.enter_context(patched_attribute(ContinuousBatchingIOs, "prepare_batch_tensors", with_positions))
+            patches.enter_context(patched_attribute(ContinuousBatchingIOs, "prepare_batch_tensors", prepare_positions))
         if requests.deep:
             decoder = causal.get_decoder()
             patches.enter_context(decoder.register_forward_pre_hook(add_deep_features, with_kwargs=True))

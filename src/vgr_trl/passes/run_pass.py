@@ -156,6 +156,8 @@ class ForwardPasses:
             split = find_split(given, base.config, (stop - inputs["logits_to_keep"], stop), alone=True)
             return lay_out(base, given, split, lengths)
         except UnsupportedModel:
+            if self.policy.training:
+                self._report.add(len(inputs["input_ids"]), len(inputs["input_ids"]))
             return None
 
     def _rows_of_chunk(self, inputs: Mapping[str, Any]) -> int:

@@ -131,7 +131,7 @@ def _attend_padded(
     own = (each[first:].unflatten(0, (completions, -1)).transpose(1, 2) for each in tokens)  # (N, heads, C or P + C, D)
     masks = row.masks(seen)
     if module.config._attn_implementation == "eager":
-        masks = tuple(_as_bias(mask, row, query.dtype) for mask in masks)  # type: ignore[assignment]
+        masks = tuple(_make_bias(mask, row, query.dtype) for mask in masks)  # type: ignore[assignment]
     parts = [
         attend(module, *each, mask, **options)[0].flatten(0, 1)  # (places, H, D)
         for each, mask in zip((of_prompts, own), masks, strict=True)
@@ -140,7 +140,7 @@ def _attend_padded(
     return (outputs if row.is_even else outputs.index_select(0, row.back)).unsqueeze(0)
 
 
-def _as_bias(mask: Tensor | None, row: Row, dtype: torch.dtype) -> Tensor:
+def _make_bias(mask: Tensor | None, row: Row, dtype: torch.dtype) -> Tensor:
     """Return what eager attention adds to scores, 0 or the smallest number, for a mask; None: of a causal mask."""
     if mask is None:
         width = max(row.prompts)

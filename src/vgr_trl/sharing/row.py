@@ -22,7 +22,7 @@ ROW = "shared_row"  # keyword argument by which attention functions and state mi
 
 
 class Visibility(NamedTuple):
-    """Which earlier tokens a layer attends to.
+    """The earlier tokens that a layer attends to.
 
     Attributes:
         window: number of positions, the token's own included; None: all.
