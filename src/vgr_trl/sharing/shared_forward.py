@@ -75,9 +75,8 @@ class SharedForward:
         report: counts all calls.
         completion_length: T, if every batch has P + T columns of prompt and completion; None: the longest common
             beginnings of the rows are shared.
-        agree: returns whether an answer is True in all processes, where `generate` needs equally many passes in all of
-            them. None: each process decides alone.
-        sharded: whether parameters are sharded; a pass with images in some processes only is refused then.
+        agree: returns whether an answer is True in all processes, where parameters are sharded: `generate` then needs
+            equally many passes in all of them, and images in some of them only are refused. None: each decides alone.
         warns: whether to warn once of active dropout.
 
     Attributes:
@@ -92,7 +91,6 @@ class SharedForward:
     report: SharingReport
     completion_length: int | None
     agree: Callable[[bool], bool] | None = None
-    sharded: bool = True
     warns: bool = True
     first_step: dict[str, SharingReport] | None = None
     labelled: int | None = None
@@ -101,7 +99,7 @@ class SharedForward:
 
     def __post_init__(self) -> None:
         self.names = list(signature(self.plain).parameters)
-        self.agree_on_images = self.agree if self.sharded and "pixel_values" in self.names else None
+        self.agree_on_images = self.agree if "pixel_values" in self.names else None
         self.lock = RLock()  # the model keeps the offsets of one generation at a time
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
