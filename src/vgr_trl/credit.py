@@ -36,7 +36,8 @@ class Added:
 Metrics = Mapping[str, float | Tensor | tuple[Tensor, Tensor]]
 Credit = tuple[Tensor | Added, Metrics]  # weights (N, T), or bool (N, T): tokens to keep, or added values
 
-OF_REWARD = "token_weights_of_reward"  # a signal: weights (N, T) of a reward file, NaN for completions without weights
+# Key in `RolloutSignals.extra` of the weights (N, T) that a reward file returns; NaN for completions without weights.
+REWARD_FILE_WEIGHTS = "token_weights_of_reward"
 # Option that switches on a rule of this library -> the measurement that the rule reads.
 _READS = {
     "token_weights": "attention",
@@ -139,7 +140,7 @@ def _weights_by_rule(
     mask, dependency = signals.mask.bool(), signals.measured("dependency")  # (N, T)
     if options.token_weights:
         measured = attention_weights(signals.measured("attention"), mask, options)
-        weights = given_weights(signals.extra.get(OF_REWARD), mask, measured)
+        weights = given_weights(signals.extra.get(REWARD_FILE_WEIGHTS), mask, measured)
         if options.token_weights_positive_only:
             weights = weights.masked_fill(per_token(advantages) < 0, 1)
         add_weights(totals, "token_weight", weights, mask)

@@ -17,7 +17,7 @@ from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import guard_trackers, print_lines
 from vgr_trl.checkpoints import MovingReference, ResumableTrainer
 from vgr_trl.config import why_no_engine
-from vgr_trl.credit import OF_REWARD, shape_advantages, stack_weights
+from vgr_trl.credit import REWARD_FILE_WEIGHTS, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
@@ -729,7 +729,8 @@ def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
         if rollout.signals is not None and returned:  # on all processes, whichever of them have weights
             mask = valid_tokens(rollout.batch)
             weights = stack_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)
-            rollout.signals.extra[OF_REWARD] = weights.masked_fill(missing.to(mask.device).unsqueeze(1), torch.nan)
+            weights = weights.masked_fill(missing.to(mask.device).unsqueeze(1), torch.nan)
+            rollout.signals.extra[REWARD_FILE_WEIGHTS] = weights
     elif not missing.all():
         cure = "add --token_weights (algorithm.enable_token_weights=true), or let it return none"
         raise RewardError(f"A reward file returned token_weights, but token_weights is off: {cure}.")

@@ -186,14 +186,14 @@ def merge(argv: Sequence[str]) -> int:
         raise ConfigError(f"output_dir {output} exists: give a new folder.")
     _announce_command("merge")
     from vgr_trl.cli.evaluate import load_for_inference
-    from vgr_trl.reporting.records import RUN_FILE
+    from vgr_trl.reporting.records import IDENTITY_FILE
 
     model, processor = load_for_inference(str(flags.run))
     for part in (model.merge_and_unload(), processor):
         part.save_pretrained(output)
-    files = [folder / RUN_FILE for folder in (flags.run, flags.run.absolute().parent)]
+    files = [folder / IDENTITY_FILE for folder in (flags.run, flags.run.absolute().parent)]
     for file in [file for file in files if flags.output_dir and file.is_file()][:1]:  # evaluate reads its prompt
-        shutil.copyfile(file, output / RUN_FILE)
+        shutil.copyfile(file, output / IDENTITY_FILE)
     print(f"Wrote the full model to {output}.")
     return 0
 

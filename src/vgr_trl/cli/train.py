@@ -63,13 +63,12 @@ from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
 from vgr_trl.prepare import read_context, reads_boxes
 from vgr_trl.reporting.console import format_duration, print_record, progress_lines
 from vgr_trl.reporting.recorded_rows import RecordBeforeTraining, needs_record_before_training
-from vgr_trl.reporting.records import read_object, read_run, refuse_unwritable
+from vgr_trl.reporting.records import IDENTITY_FILE, read_object, read_run, refuse_unwritable
 from vgr_trl.rewards.functions import vgr_hard_negative_reward, vgr_reward
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.tools import load_environment
 from vgr_trl.trainer import DAPOTrainer
 
-RUN_FILE = "run.json"
 METRICS = "metrics.json"
 TINY_MODEL_PARAMETERS = 1e8  # models below this use the learning rate of the demo
 LARGE_MEMORY = 40e9  # bytes beside the weights: enough for 8 completions of 512 tokens and their images
@@ -321,7 +320,7 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
         may_repeat: whether the same run may overwrite itself.
     """
     refuse_unwritable(output_dir, "output_dir", is_folder=True)
-    file = output_dir / RUN_FILE
+    file = output_dir / IDENTITY_FILE
     before = read_object(file)
     if not before and file.exists():
         raise ConfigError(f"{file} is no object of JSON: choose another output_dir.")
@@ -339,7 +338,7 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
 
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
     """Write `run.json`, from which a later start recognises the run in the folder."""
-    write_atomic(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())
+    write_atomic(output_dir / IDENTITY_FILE, (json.dumps(identity, indent=2) + "\n").encode())
 
 
 def suggest_options(parameters: float, memory: float, device: str) -> dict[str, str]:

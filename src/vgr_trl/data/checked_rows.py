@@ -59,7 +59,7 @@ from vgr_trl.data.read_row import (
     undecoded,
 )
 from vgr_trl.errors import ConfigError, DataError, error_text
-from vgr_trl.processes import belong_to_parent
+from vgr_trl.processes import exit_with_parent
 
 logger = logging.get_logger(__name__)
 
@@ -588,7 +588,7 @@ def map_rows(
 
 
 def _start_worker(part: Callable[[int], pyarrow.Table]) -> None:
-    belong_to_parent()
+    exit_with_parent()
     _part_of_worker.append(part)
 
 

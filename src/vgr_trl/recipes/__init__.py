@@ -21,7 +21,8 @@ __all__ = ["About", "Recipe", "load_recipe", "read_recipe", "recipe_names"]
 RECIPE_FOLDER = Path(__file__).parent
 TEMPLATES = RECIPE_FOLDER.parent / "cli" / "templates"  # the files that `vgr-trl init` writes
 REWARDS = "reward_funcs", "reward_weights"
-SPELLINGS = {"warmup_ratio", "warmup_steps"}, {"generation_batch_size", "steps_per_generation"}  # of the same setting
+# Sets of options that state the same setting; a stated one displaces the others.
+SAME_SETTING = {"warmup_ratio", "warmup_steps"}, {"generation_batch_size", "steps_per_generation"}
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def override_recipe(
 
 def drop_displaced(options: Mapping[str, Any], stated: Collection[str]) -> dict[str, Any]:
     """Drop options that are also stated, under the same name or another spelling."""
-    displaced = set(stated).union(*(names for names in SPELLINGS if names & set(stated)))
+    displaced = set(stated).union(*(names for names in SAME_SETTING if names & set(stated)))
     return {name: value for name, value in options.items() if name not in displaced}
 
 

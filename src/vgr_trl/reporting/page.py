@@ -19,8 +19,8 @@ from vgr_trl.metrics.collapse import first_signs
 from vgr_trl.options import check_value
 from vgr_trl.reporting.records import (
     DAMAGED_ERRORS,
+    IDENTITY_FILE,
     LOGS_FILE,
-    RUN_FILE,
     Completion,
     RecordedImage,
     Run,
@@ -160,7 +160,7 @@ def make_page(name: str, description: Mapping[str, Any], scores: Mapping[str, An
 
 def read_setup(run: Run) -> dict[str, str]:
     """Return the entries that the page lists before the options: recipe, data, rewards and the recorder's setup."""
-    identity = read_object(run.folder.parent / RUN_FILE)
+    identity = read_object(run.folder.parent / IDENTITY_FILE)
     named = {name: identity.get(name) for name in ("recipe", "data", "dataset_train_split")}
     setup = {"model": run.description.get("model"), **named, "rewards": ", ".join(run.rewards)}
     setup |= run.description.get("setup") or {}

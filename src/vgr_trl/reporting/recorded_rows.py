@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from trl.trainer.utils import nanstd
 
-from vgr_trl.credit import OF_REWARD, attention_weights
+from vgr_trl.credit import REWARD_FILE_WEIGHTS, attention_weights
 from vgr_trl.data.images import boxes_of, images_of, open_image
 from vgr_trl.data.prompts import to_parts
 from vgr_trl.errors import DataError
@@ -242,7 +242,7 @@ def completion_measurements(signals: RolloutSignals, length: int, options: Any) 
         rows = {name: value[0, :length] for name, value in values.items() if value is not None}
         return {name: row.tolist() for name, row in rows.items() if not row.isnan().all()}  # all NaN if not measured
 
-    own = {name: value for name, value in signals.extra.items() if name != OF_REWARD and name not in columns}
+    own = {name: value for name, value in signals.extra.items() if name not in {REWARD_FILE_WEIGHTS, *columns}}
     return found | known(columns) | {"signals": known(own)}
 
 

@@ -30,6 +30,7 @@ logger = logging.get_logger(__name__)
 
 VERSION = 1
 FOLDER, RUN_FILE, LOGS_FILE, RECORD_FILES = "rollouts", "run.json", "logs.jsonl", "records-*.jsonl"
+IDENTITY_FILE = "run.json"  # in `output_dir`: model, data and other settings that a resumed run must keep
 Numbers = list[float | None]
 
 _HEAD_PATTERN = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
