@@ -14,7 +14,7 @@ from trl.trainer import grpo_trainer
 
 from vgr_trl.batching import ContinuousBatching
 from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
-from vgr_trl.callbacks.trackers import guard_trackers, print_lines
+from vgr_trl.callbacks.trackers import evaluation_prefix, guard_trackers, print_lines
 from vgr_trl.checkpoints import MovingReference, ResumableTrainer
 from vgr_trl.config import why_no_engine
 from vgr_trl.credit import REWARD_FILE_WEIGHTS, shape_advantages, stack_weights
@@ -60,12 +60,11 @@ from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
 from vgr_trl.registries import loss_terms
-from vgr_trl.reporting.console import LATE_REWARD, evaluation_prefix
 from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import ANSWER_TAGS, completion_text, decode_with_tags, excerpt
 from vgr_trl.rewards.functions import WholeGroups
-from vgr_trl.rewards.loading import collect_token_weights, is_from, wrap_reward
+from vgr_trl.rewards.loading import LATE_REWARD, collect_token_weights, is_from, wrap_reward
 from vgr_trl.rollout import (
     Rollout,
     describe_row,

@@ -26,6 +26,7 @@ from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_confi
 
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.callbacks.stopping import EXIT_STATUS
+from vgr_trl.callbacks.trackers import format_duration, progress_lines
 from vgr_trl.checkpoints import (
     TRACES,
     how_to_go_on,
@@ -61,7 +62,7 @@ from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitEr
 from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
 from vgr_trl.prepare import read_context, reads_boxes
-from vgr_trl.reporting.console import format_duration, print_record, progress_lines
+from vgr_trl.reporting.console import print_record
 from vgr_trl.reporting.recorded_rows import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import IDENTITY_FILE, read_object, read_run, refuse_unwritable
 from vgr_trl.rewards.functions import vgr_hard_negative_reward, vgr_reward

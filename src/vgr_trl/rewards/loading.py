@@ -315,6 +315,10 @@ def reward_name(reward: Any) -> str:
     return name or type(reward).__name__
 
 
+# Metric: the mean reward under `reward_weights`, logged while `early_reward_weights` hold too.
+LATE_REWARD = "reward_late_weights"
+
+
 @dataclass(frozen=True)
 class RewardSchedule:
     """Reward weights, one per reward: `early` weights for the first steps if given, then `regular` weights."""
