@@ -60,7 +60,7 @@ from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import check_data, prepare_trainer
 from vgr_trl.processes import initialise_loader
 from vgr_trl.registries import loss_terms
-from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
+from vgr_trl.reporting.markdown import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import ANSWER_TAGS, completion_text, decode_with_tags, excerpt
 from vgr_trl.rewards.functions import WholeGroups

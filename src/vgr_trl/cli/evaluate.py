@@ -30,7 +30,7 @@ from vgr_trl.data.checked_rows import SkippedRow, report_skipped
 from vgr_trl.data.prompts import PromptTemplate, to_parts
 from vgr_trl.errors import ConfigError
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
-from vgr_trl.reporting.recorded_rows import read_row_images
+from vgr_trl.reporting.recorder import read_row_images
 from vgr_trl.reporting.records import IDENTITY_FILE, refuse_unwritable
 
 EVALUATE_OPTIONS = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")

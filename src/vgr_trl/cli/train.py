@@ -63,7 +63,7 @@ from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
 from vgr_trl.prepare import read_context, reads_boxes
 from vgr_trl.reporting.console import print_record
-from vgr_trl.reporting.recorded_rows import RecordBeforeTraining, needs_record_before_training
+from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import IDENTITY_FILE, read_object, read_run, refuse_unwritable
 from vgr_trl.rewards.functions import vgr_hard_negative_reward, vgr_reward
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
