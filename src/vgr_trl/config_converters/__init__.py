@@ -10,9 +10,7 @@ from typing import Any
 
 from vgr_trl.config_converters.conversion import Conversion, flatten, read_configuration
 from vgr_trl.config_converters.easyr1 import CONDITIONS, CONVERTERS
-from vgr_trl.config_converters.key_tables import EASYR1_KEYS, check_type
-from vgr_trl.config_converters.mtrl import rename_mtrl_keys
-from vgr_trl.config_converters.verl import VERL_KEYS, rename_verl_keys
+from vgr_trl.config_converters.key_tables import EASYR1_KEYS, VERL_KEYS, check_type, rename_mtrl_keys, rename_verl_keys
 
 __all__ = ["EASYR1_KEYS", "Conversion", "convert", "flatten", "read_configuration"]
 
