@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from vgr_trl.errors import ConfigError, RewardError, VGRError
+from vgr_trl.errors import ConfigError, RewardError, VGRError, did_you_mean
 
 Plugin = TypeVar("Plugin")
 # Signals that are measured, not computed from others; also `logps:NAME` for any perturbation or view NAME.
@@ -173,11 +172,9 @@ class Registry:
         if name in self._own:
             return self._own[name]
         if not entries:
-            nearest = get_close_matches(name, self.names(), n=1)
-            meant = f". Did you mean {nearest[0]}? Else give" if nearest else ": give"
-            problem = f"There is no {self.kind} {name!r}{meant} one of {', '.join(self.names())}"
+            problem = f"There is no {self.kind} {name!r}.{did_you_mean(name, self.names())}"
             others = "a dotted path (my_package.my_module.my_function) or a file (my_file.py:my_function)"
-            raise self.error_type(f"{problem}, {others}.")
+            raise self.error_type(f"{problem} Give one of {', '.join(self.names())}, {others}.")
         with _naming_import_errors(owners[0], self.kind, self.error_type):
             return entries[owners[0]].load()
 

@@ -7,14 +7,13 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 from yaml.constructor import ConstructorError
 
-from vgr_trl.errors import ConfigError, error_text
+from vgr_trl.errors import ConfigError, did_you_mean, error_text
 
 __all__ = ["About", "Recipe", "load_recipe", "read_recipe", "recipe_names"]
 
@@ -69,9 +68,8 @@ def recipe_file(spec: str) -> Path:
     if Path(spec).suffix in (".yaml", ".yml"):
         return Path(spec)
     if spec not in recipe_names():
-        nearest = get_close_matches(spec, recipe_names(), n=1)
-        meant = f"Did you mean {nearest[0]}? Else give" if nearest else "Give"
-        raise ConfigError(f"There is no recipe {spec!r}. {meant} one of {', '.join(recipe_names())} or a YAML file.")
+        problem = f"There is no recipe {spec!r}.{did_you_mean(spec, recipe_names())}"
+        raise ConfigError(f"{problem} Give one of {', '.join(recipe_names())} or a YAML file.")
     return RECIPE_FOLDER / f"{spec}.yaml"
 
 
