@@ -390,6 +390,12 @@ def read_run(path: str | Path) -> Run:
     return Run(folder)
 
 
+def find_identity(model: Path) -> Path | None:
+    """Return `IDENTITY_FILE` of the run that a model folder is from: its `output_dir`, or a folder in it."""
+    files = [folder / IDENTITY_FILE for folder in (model, model.absolute().parent) if model.is_dir()]
+    return next(filter(Path.is_file, files), None)
+
+
 def records_folder(path: Path) -> Path:
     """Return the folder of records, given a run's `output_dir` or that folder itself."""
     return path if path.name == FOLDER else path / FOLDER
