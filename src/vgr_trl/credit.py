@@ -90,13 +90,11 @@ def shape_advantages(
     Args:
         advantages: (N,), or (N, T) if tokens have their own.
         signals: signals of the same N completions.
-        options: the rules that are on, and their numbers. `options.check_plugins()`, which `DAPOConfig` calls, switches
-            on the rules of this library that `credit_rules` names.
+        options: the rules that are on, and their numbers; `check_plugins()` has switched on rules of `credit_rules`.
         shaped: (N,) bool, completions that take part in minimum, maximum and mean of the trajectory scale; None: all.
-        groups: (N,) number of each completion's prompt over all processes, for rules that compare the completions of a
-            prompt; None: all belong to one prompt.
-        gather: concatenates a 1-D tensor over all processes, which have equally many rows; every process calls it
-            equally often, whatever the signals are. None: there is one process.
+        groups: (N,) number of each completion's prompt over all processes; None: all belong to one prompt.
+        gather: concatenates a 1-D tensor over all processes, which have equally many rows and call it equally often.
+            None: there is one process.
         completion_ids: (N, T) tokens of the completions, for plug-ins that read them.
         weights_of: for records, receives the weights (N, T) of each plug-in by name; 0 and 1 for kept tokens.
 
