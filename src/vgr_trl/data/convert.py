@@ -132,17 +132,18 @@ def _nlvr(row: Row) -> list[Row]:
     return [{**about, "question": question, "choices": ["true", "false"], "answer": answer}]
 
 
-_aokvqa = partial(_multiple_choice, source="A-OKVQA")
-_arxivqa = partial(_multiple_choice, source="ArxivQA")
-_mmmu_pro = partial(_multiple_choice, source="MMMU-Pro")
+# fmt: off
 CONVERTERS = {
-    "aokvqa": Converter(_aokvqa, hub_name=HUB_NAME, id_column="question_id"),
-    "arxivqa": Converter(_arxivqa, hub_name="openbmb/VisRAG-Ret-Test-ArxivQA", id_column="query-id", join=join_arxivqa),
-    "mmmu_pro": Converter(_mmmu_pro, several_images=True, hub_name=MMMU_PRO[0], config=MMMU_PRO[1], split="test"),
+    "aokvqa": Converter(partial(_multiple_choice, source="A-OKVQA"), hub_name=HUB_NAME, id_column="question_id"),
+    "arxivqa": Converter(partial(_multiple_choice, source="ArxivQA"), hub_name="openbmb/VisRAG-Ret-Test-ArxivQA",
+        id_column="query-id", join=join_arxivqa),
+    "mmmu_pro": Converter(partial(_multiple_choice, source="MMMU-Pro"), several_images=True, hub_name=MMMU_PRO[0],
+        config=MMMU_PRO[1], split="test"),
     "jsonl": Converter(lambda row: [row], several_images=True),
     "easy_vqa": Converter(_easy_vqa),
     "nlvr": Converter(_nlvr, regions=True),
 }
+# fmt: on
 for _name, _converter in CONVERTERS.items():
     registries.datasets.register(_name)(_converter.rows)
 

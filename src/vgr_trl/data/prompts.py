@@ -285,7 +285,7 @@ class PromptLengths:
         """A hash of the processor and the template, on which lengths depend besides the rows."""
         images = getattr(self.processor, "image_processor", None)
         about = [type(self.processor).__name__, self.tokenizer.get_vocab(), images and images.to_dict()]
-        about += [getattr(each, "chat_template", None) for each in (self.processor, self.tokenizer)]
+        about += [self.processor.chat_template, self.tokenizer.chat_template]
         return str(Hasher.hash([json.dumps(about, sort_keys=True, default=str), self.template]))
 
     def __call__(self, row: Mapping[str, Any]) -> int:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +38,6 @@ from vgr_trl.reporting.records import (
 PAGE = "page.html"  # built from report_page/ by `make report-page`
 DATA_PLACEHOLDER = "VGR_TRL_DATA_GOES_HERE"
 MEGABYTE = 10**6
-MIN_MEGABYTES, MAX_MEGABYTES = 1.0, 100.0  # megabytes
 
 HIDDEN_CURVES = {"epoch", "step", "total_flos", "train_loss"} | {
     f"{mode}_{name}" for mode in ("train", "eval") for name in ("runtime", "samples_per_second", "steps_per_second")
@@ -51,7 +50,6 @@ ATTENTION_SHARE = 0.5  # maximum share of the bytes of a run
 MAX_RECORDS = 200  # read per run
 _ZLIB_LEVEL = 6  # 9 takes 3.5 times as long for a page 2 % smaller
 
-Key = TypeVar("Key")
 Page = dict[str, Any]  # a run as the page reads it
 AddCompletions = Callable[[Page, dict[str, str], int], int]  # page, its thumbnails, maximum of bytes -> bytes used
 AnsweredQuestion = tuple[list[dict[str, Any]], dict[str, str]]  # completions, and thumbnails in base64 by name
@@ -89,7 +87,7 @@ def write_report(
             something other than a page.
         DataError: a run has no records, or a later release wrote them.
     """
-    check_value("max_megabytes", max_megabytes, float, ge=MIN_MEGABYTES, le=MAX_MEGABYTES)
+    check_value("max_megabytes", max_megabytes, float, ge=1, le=100)
     if names is not None and len(names) != len(runs):
         raise ConfigError(f"There are {len(names)} names for {len(runs)} runs: give one name per run, in order.")
     template, path = load_template(), Path(path)
@@ -344,7 +342,7 @@ def add_records(run: Run, page: Page, images: dict[str, str], max_bytes: int) ->
     return max_bytes - left
 
 
-def order_ends_first(keys: Sequence[Key]) -> list[Key]:
+def order_ends_first(keys: Sequence[Any]) -> list[Any]:
     """Reorder `keys` so that every prefix is spread evenly: first, last, middle, middles of the halves, …
 
     Example: [0, 1, 2, 3, 4] → [0, 4, 2, 1, 3].

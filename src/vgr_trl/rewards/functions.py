@@ -135,7 +135,7 @@ def _has_faults(text: str) -> bool:
     return not pairs or len(text.rpartition("<answer>")[2].partition("</answer>")[0].strip()) >= 1000
 
 
-_HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters in Unicode, but invisible
+_WITHOUT_FILLERS = str.maketrans("", "", "\u115f\u1160\u3164\uffa0")  # of Hangul: letters in Unicode, but invisible
 _TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _TAG = re.compile(r"</?\w+>")
 _WELL_FORMED = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
@@ -180,11 +180,8 @@ def _matches(completion: Any, form: re.Pattern[str]) -> bool:
     if any(text.count(tag) != 1 for tag in _TAG.findall(form.pattern)):
         return False
     match = form.fullmatch(text)
-    return match is not None and all(map(_has_content, match.groups()))
-
-
-def _has_content(text: str) -> bool:
-    return any(character.isalnum() and character not in _HANGUL_FILLERS for character in text)
+    parts = () if match is None else match.groups()
+    return bool(parts) and all(any(map(str.isalnum, part.translate(_WITHOUT_FILLERS))) for part in parts)
 
 
 @registries.rewards.register("tag_count", "tag_count_reward")
