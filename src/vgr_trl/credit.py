@@ -96,7 +96,7 @@ def shape_advantages(
         gather: concatenates a 1-D tensor over all processes, which have equally many rows and call it equally often.
             None: there is one process.
         completion_ids: (N, T) tokens of the completions, for plug-ins that read them.
-        weights_of: for records, receives the weights (N, T) of each plug-in by name; 0 and 1 for kept tokens.
+        weights_of: receives, for records, the weights (N, T) of each plug-in by name; 0 and 1 for kept tokens.
 
     Returns:
         The advantages, (N, T) float32, and the rules' metrics over all processes; a mean of nothing is NaN.

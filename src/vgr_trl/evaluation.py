@@ -41,7 +41,7 @@ def build_conversation(row: Mapping[str, Any], blank_images: bool, system_prompt
     Args:
         row: row of the data.
         blank_images: replace images with mid-grey.
-        system_prompt: for a prompt built from the question; None: no system prompt.
+        system_prompt: system prompt of a conversation that is built from the question; None: none.
 
     Raises:
         DataError: a row with images has a text prompt.
@@ -320,7 +320,7 @@ def evaluate(
         blind: also answer each question greedily with grey images.
         reward_funcs: functions whose means over the greedy completions are also computed.
         group_by: column; scores are also computed for each of its values.
-        system_prompt: for rows with a `problem` but no `prompt`; None: no system prompt.
+        system_prompt: system prompt of rows with a `problem` but no `prompt`; None: none.
         seed: seed of the samples.
         progress: show a progress bar.
 

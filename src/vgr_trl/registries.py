@@ -197,7 +197,7 @@ def declares(
         needs: names of signals, built-in (`attention`, `dependency`, …) or plug-ins; of a loss term, of `TERM_NEEDS`.
             Only what is needed is measured.
         options: a dataclass; users set its fields in `plugin_options` (rewards: in `reward_function_kwargs`).
-        completion_type: of a reward; `str`: it gets completions as strings, as in ms-swift, not as lists of messages.
+        completion_type: type of completions that a reward gets; `str`: strings, as in ms-swift; list: messages.
     """
 
     def mark(plugin: Any) -> Any:

@@ -137,7 +137,7 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
 
     Args:
         total: steps of the run.
-        logs: of this step; missing quantities are omitted.
+        logs: logs of this step; missing quantities are omitted.
         seconds_per_step: mean over recent steps; None: not known yet.
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]

@@ -283,7 +283,7 @@ def row_rules(arguments: DataArguments, root: Path, processor: Any) -> dict[str,
     Args:
         arguments: flags.
         root: folder of relative image paths.
-        processor: of the model, or None.
+        processor: processor of the model, or None.
     """
     return {
         "root": root,

@@ -119,7 +119,7 @@ def load_for_inference(
 
     Args:
         name: folder or hub name.
-        dtype: of the weights; auto: as saved.
+        dtype: dtype of the weights; auto: as saved.
         revision: branch, tag or commit of a hub model.
         trust_remote_code: run Python code that comes with the model.
 

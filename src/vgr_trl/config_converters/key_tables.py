@@ -52,7 +52,7 @@ def check_type(name: str, value: Any, known: Key) -> None:
     """Check that a switch is a bool and a number a number: the text "flase" would switch a key on.
 
     Args:
-        name: of the key in the configuration.
+        name: name of the key in the configuration.
         value: None passes.
         known: the key of EasyR1, whose default has the type to check.
 

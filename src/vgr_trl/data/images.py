@@ -318,7 +318,7 @@ def frames_of(row: Mapping[str, Any], fps: float, most: int, root: Path = Path()
     frames per second gives each of its frames once.
 
     Args:
-        row: of the data.
+        row: row of the data.
         fps: frames per second.
         most: largest number of frames of the row.
         root: folder that relative paths start from.
@@ -376,8 +376,8 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
     Args:
         row: with `bbox`, one or several (left, top, right, bottom) in [0, 1] of the image, or with `regions`, a list
             of (left, top, width, height), as converted sets have it, in pixels, or in [0, 1] if all values are.
-        size: of its image, (width, height) in pixels.
-        name: of the row, for messages.
+        size: (width, height) of its image, in pixels.
+        name: how messages call the row.
 
     Raises:
         DataError: a box has not four numbers, is empty, or leaves the image.

@@ -101,7 +101,7 @@ def summarise(
     """Return the columns of `SUMMARY` for a row.
 
     Args:
-        row: of the data.
+        row: row of the data.
         options: requirements.
         lengths: measures the prompt; None: it is not measured.
         hashes: whether to hash the image files.
@@ -146,7 +146,7 @@ def inspect_rows(
         lengths: measures prompts; None: they are not measured.
         hashes: whether to hash images, to compare splits.
         samples: number of rows in the sample.
-        seed: of the sample.
+        seed: seed of the sample.
         limit: `max_prompt_length`, to count longer prompts.
 
     Raises:
@@ -209,7 +209,7 @@ def show_row(row: Mapping[str, Any], options: RowOptions, about: dict[str, Any])
     """Return the summary of a row with its answer, messages and pictures for the page, or None for a damaged row.
 
     Args:
-        row: of the data.
+        row: row of the data.
         options: requirements.
         about: the row's summary.
     """
@@ -238,9 +238,9 @@ def page(findings: Findings, source: str, seed: int) -> bytes:
     """Return the page in UTF-8, with escaped texts of the data and embedded images.
 
     Args:
-        findings: of the rows.
+        findings: findings in the rows.
         source: title of the page.
-        seed: of the sample, which the page names.
+        seed: seed of the sample, which the page names.
     """
 
     def finalize(value: Any) -> Any:

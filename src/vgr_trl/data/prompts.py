@@ -127,7 +127,7 @@ class PromptTemplate:
         text: a system prompt may use `problem`, `choices` (a list, empty for an open question), `letters` (of the
             choices) and `source` (of the row, or an empty text); a user message `content`, the question with its
             options, which is also called `problem`. A text without `{{`, `{%` and `{#` stays as it is.
-        name: of the template in messages, for example the path of its file.
+        name: how messages call the template, for example the path of its file.
         role: `system`, or `user` for a message that replaces the question, without a system prompt.
 
     Raises:
@@ -265,7 +265,7 @@ class PromptLengths:
     a constant, or there is no such function, a blank image of each size is processed once.
 
     Args:
-        processor: of the model, or its tokenizer for text alone.
+        processor: processor of the model, or its tokenizer for text alone.
         template: further arguments of `apply_chat_template`.
     """
 

@@ -82,8 +82,8 @@ def color_tokens(completion: Completion, name: str) -> list[tuple[str, str, str]
     """Return text, value and CSS colour of each token; no colour where the quantity was not measured.
 
     Args:
-        completion: of T tokens.
-        name: of `QUANTITIES`.
+        completion: a completion of T tokens.
+        name: a key of `QUANTITIES`.
     """
     values = completion.per_token()[name] or [None] * len(completion.tokens)
     colours = ["" if p is None else position_colour(p) for p in colour_positions(values, QUANTITIES[name].is_ratio)]

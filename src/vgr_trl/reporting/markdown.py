@@ -195,7 +195,7 @@ def add_method_section(card: str, options: DAPOConfig, rewards: Sequence[str]) -
 
     Args:
         card: card of TRL.
-        options: of the run.
+        options: options of the run.
         rewards: names of the reward functions, in the order of their weights.
     """
     weights = zip(rewards, options.reward_weights or [1.0] * len(rewards), strict=True)

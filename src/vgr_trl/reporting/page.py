@@ -77,7 +77,7 @@ def write_report(
 
     Args:
         runs: folders of runs (`output_dir`, or `rollouts` in it), and JSON files of `vgr-trl evaluate`.
-        path: of the page, which is written atomically; its folder is created.
+        path: file of the page, which is written atomically; its folder is created.
         max_megabytes: maximum size of the page, in [1, 100].
         names: names of the runs, in order; by default as recorded, else those of their folders.
         live: interval in seconds at which the page reloads itself; None: it does not.

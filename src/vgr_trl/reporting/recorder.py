@@ -275,7 +275,7 @@ def describe_turns(turns: Turns, row: int, length: int) -> list[Turn]:
     """Return the turns of a completion, with the calls at their ends and the answers of tools.
 
     Args:
-        turns: of the batch.
+        turns: turns of the batch.
         row: index in the batch.
         length: tokens of the completion.
     """
@@ -306,7 +306,7 @@ def read_row_images(
     """Return the images of a row and of its tools, and thumbnails by name; an unreadable image has size 0.
 
     Args:
-        row: of the data.
+        row: row of the data.
         grids: rows and columns of the vision tokens of each image; images beyond them have no grid.
         returned: images that tools returned.
     """
@@ -350,7 +350,7 @@ def find_image_grids(batch: Mapping[str, Any], row: int, processor: Any, num_vis
     Args:
         batch: batch of TRL with `num_images`, and optionally `image_grid_thw` (images, 3).
         row: index in the batch.
-        processor: of the model; its image processor says how many patches per side `image_grid_thw` merges to a token.
+        processor: processor of the model; its image processor says how many patches per side `image_grid_thw` merges.
         num_vision: vision tokens of the row's prompt; None if unknown.
     """
     counts: Sequence[int] = batch.get("num_images") or [0] * (row + 1)
@@ -419,8 +419,8 @@ def name_images(tokens: Sequence[str], ids: Sequence[int], vision_token_ids: Seq
 
     Args:
         tokens: text of the T tokens.
-        ids: of the T tokens.
-        vision_token_ids: of the model.
+        ids: (T,), the tokens.
+        vision_token_ids: placeholder tokens of images.
     """
     vision = [token in vision_token_ids for token in ids]
     runs = zip(tokens, vision, [False, *vision], strict=False)
@@ -431,8 +431,8 @@ def prompt_text(ids: Sequence[int], vision_token_ids: Sequence[int], decode: Dec
     """Return the text of a prompt, with `<image>` for each run of vision tokens.
 
     Args:
-        ids: of the prompt, without padding.
-        vision_token_ids: of the model.
+        ids: tokens of the prompt, without padding.
+        vision_token_ids: placeholder tokens of images.
         decode: returns the text of tokens.
     """
     runs = groupby(ids, key=set(vision_token_ids).__contains__)
@@ -443,7 +443,7 @@ def completion_measurements(signals: RolloutSignals, length: int, options: Any) 
     """Return the measurements of a completion of `length` tokens, by attribute of `Completion`.
 
     Args:
-        signals: of this row, (1, T).
+        signals: signals of this row, (1, T).
         options: `DAPOConfig`.
     """
     columns = {"logps": signals.logps, "entropies": signals.entropies, "dependency": signals.dependency}  # (1, T) each
@@ -474,7 +474,7 @@ def summarise_rollout(rewards: Tensor, names: Sequence[str], weights: Tensor, me
     Args:
         rewards: (N of all processes, number of functions), NaN if a reward does not apply.
         weights: (number of functions,).
-        metrics: of the batch, by logged name.
+        metrics: metrics of the batch, by logged name.
     """
     columns = {**dict(zip(names, rewards.double().T, strict=True)), "total": (rewards * weights).double().nansum(dim=1)}
     summary = Summary(len(rewards), {name: (v.nanmean().item(), nanstd(v).item()) for name, v in columns.items()})

@@ -119,13 +119,13 @@ class Completion:
         credit: weights of the credit rules by name, per token; a filter gives 0 and 1.
         rewards: by name, unweighted.
         reward: weighted sum of the rewards.
-        advantage: of the completion, before credit is assigned to tokens.
+        advantage: advantage of the completion, before credit is assigned to tokens.
         correct: whether the accuracy reward is 1; None without an accuracy reward.
         metrics: by segment of layers, then by quantity.
         images: images of the prompt, in order, then the images that tools returned.
         attention: attention over the vision tokens of all images, averaged over heads and the layers that rewards use.
         replaced: whether another group replaced the group of this completion, which was then not trained on.
-        teacher: for each token, the one that the teacher finds most likely in its place; None without a teacher.
+        teacher: the token that the teacher finds most likely in place of each token; None without a teacher.
         teacher_images: images that the teacher sees.
         turns: turns of a run with tools; the policy wrote no token outside of them.
     """

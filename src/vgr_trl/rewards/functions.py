@@ -88,7 +88,7 @@ def tool_reward(completions: Sequence[Any], num_returned_images: Sequence[int], 
 
     Args:
         completions: N completions as TRL passes them.
-        num_returned_images: of each, the images that tools have returned.
+        num_returned_images: number of images that tools have returned for each completion.
         kwargs: other columns, as in `accuracy_reward`.
 
     Returns:
@@ -106,7 +106,7 @@ def tool_cost(num_tool_calls: Sequence[int], **kwargs: Any) -> list[float]:
     """Return −1 for each call of a tool; its weight is the price of a call.
 
     Args:
-        num_tool_calls: of each of N completions, the calls that were answered.
+        num_tool_calls: number of answered calls of each of N completions.
         kwargs: other columns and further arguments of TRL; not used.
     """
     return [-float(count) for count in num_tool_calls]

@@ -153,7 +153,7 @@ class SignalContext:
     """Signals for estimators and losses, in addition to the arguments of verl and EasyR1.
 
     Attributes:
-        options: of the run.
+        options: options of the run.
         columns: name -> (N, T), of `COLUMNS`, `entropies` and `old_log_probs`, as available.
         token_weights: (N, T), if they came with the rollout.
         perturbed_logps: (N, T) with gradients, on perturbed images; None if no loss term needs them.
@@ -406,12 +406,12 @@ def compute_score(
     followed by an answer. Length is the soft overlong punishment.
 
     Args:
-        data_source: of the row; not used.
+        data_source: source of the row; not used.
         solution_str: the completion.
         ground_truth: a `solution` of `accuracy_reward`.
-        extra_info: of the row; `choices` and `response_length` are used.
+        extra_info: further columns of the row; `choices` and `response_length` are used.
         accuracy_weight, format_weight, length_weight: weights of the rewards.
-        max_completion_len, soft_punish_cache: of the length reward, in tokens.
+        max_completion_len, soft_punish_cache: sizes of the length reward, in tokens.
         reward_router_address, reward_model_tokenizer: passed by verl's reward managers; not used.
 
     Raises:
