@@ -4,8 +4,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import yaml
 from datasets.fingerprint import Hasher
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -22,18 +24,10 @@ TEMPLATE_SECONDS = 10  # of computing, for one question
 PLACEHOLDER = "<image>"  # of an image in the text of a question, as LLaVA, ms-swift and EasyR1 write it
 LONGEST_CONTEXT = 20_000  # characters that a teacher reads beside the prompt
 VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
-SYSTEM_PROMPT = (
-    "Look at the image and reason about the question before you answer. Write your reasoning between <think> and "
-    "</think>, then only the final answer between <answer> and </answer>. For a multiple-choice question the final "
-    "answer is the letter of the right option."
+SYSTEM_PROMPTS: dict[str, str] = yaml.safe_load(
+    Path(__file__).with_name("system_prompts.yaml").read_text(encoding="utf-8")
 )
-SYSTEM_PROMPTS = {
-    "en": SYSTEM_PROMPT,
-    "zh": (
-        "请先观察图片并针对问题进行推理，再作答。把推理过程写在 <think> 和 </think> 之间，"
-        "然后只把最终答案写在 <answer> 和 </answer> 之间。对于选择题，最终答案是正确选项的字母。"
-    ),
-}
+SYSTEM_PROMPT = SYSTEM_PROMPTS["en"]
 
 # What a template for a message of this role may use.
 VARIABLES = {"system": ("problem", "choices", "letters", "source"), "user": ("content", "problem")}

@@ -26,8 +26,6 @@ FILE_FULL_NOTE = b"\n\nThis file has reached rollout_log_max_megabytes; see `vgr
 
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # characters that CommonMark allows to escape
 
-Segments = dict[str, dict[str, float | None]]  # segment -> quantity -> value
-
 
 @dataclass
 class Summary:
@@ -37,14 +35,14 @@ class Summary:
         completions: number over all processes.
         rewards: name (`total`: weighted sum) -> mean and standard deviation (n - 1), NaN if undefined.
         success_rate: share of completions with accuracy 1; None without an accuracy reward.
-        segments: attention by segment of layers; empty if not measured.
+        segments: segment of layers -> quantity of attention -> value; empty if not measured.
         credit: metrics of token weights and filters; empty if all are off.
     """
 
     completions: int
     rewards: dict[str, tuple[float, float]]
     success_rate: float | None = None
-    segments: Segments = field(default_factory=dict)
+    segments: dict[str, dict[str, float | None]] = field(default_factory=dict)
     credit: dict[str, float | None] = field(default_factory=dict)
 
 
