@@ -22,9 +22,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from vgr_trl.credit import OF_REWARD, attention_weights
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import boxes_of, images_of, open_image
 from vgr_trl.data.prompts import to_parts
 from vgr_trl.errors import DataError
@@ -32,7 +34,6 @@ from vgr_trl.patches.trl import unlogged
 from vgr_trl.patching import keep_random_state, patched_attribute
 from vgr_trl.reporting.markdown import Summary
 from vgr_trl.reporting.records import AttentionMap, Completion, RecordedImage, Turn
-from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import Turns
 from vgr_trl.signals.named import ATTENTION_QUANTITIES, RolloutSignals, reward_columns
 from vgr_trl.signals.ratios import late_layers, measure_segments, token_vision_gain_ratio
@@ -281,14 +282,14 @@ class RecordBeforeTraining(TrainerCallback):
         completions: number of completions in the batch, over all processes.
     """
 
-    def __init__(self, trainer: ConstructedTrainer) -> None:
+    def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer, self.scores = trainer, dict[str, float]()
         self.completions = trainer.args.eval_batch_size * trainer.accelerator.num_processes
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the batch, unless the run is resumed."""
         trainer: Any = self._trainer
-        if state.global_step > 0 or not needs_record_before_training(trainer):
+        if state.global_step > 0 or not needs_record_before_training(trainer.args, trainer.eval_dataset):
             return
         data, size = trainer.eval_dataset, trainer.args.eval_batch_size
         first = trainer.accelerator.process_index * size
@@ -306,8 +307,7 @@ class RecordBeforeTraining(TrainerCallback):
             np.random.set_state(numpy)
 
 
-def needs_record_before_training(trainer: ConstructedTrainer) -> bool:
+def needs_record_before_training(args: DAPOConfig, data: Any) -> bool:
     """Whether a run records rollouts, evaluates one data set of known length, and not already at step 0."""
-    args, data = trainer.args, trainer.eval_dataset
     wanted = args.rollout_log_steps > 0 and not args.eval_on_start and args.eval_strategy != "no"
     return wanted and isinstance(data, Sized) and not isinstance(data, dict) and len(data) > 0

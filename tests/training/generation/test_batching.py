@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from vgr_trl import batching
 from vgr_trl.batching import BatchingError, ContinuousBatching, make_requests, why_not_batched
 from vgr_trl.errors import ConfigError
+from vgr_trl.passes import run_pass
 from vgr_trl.rows import pad_rows
 from vgr_trl.signals.scoring import Purpose
 
@@ -127,11 +129,13 @@ def test_nothing_is_left_behind_where_generation_ends_early(monkeypatch, error):
     assert greedy_equals(model, prompts)
 
 
-def test_training_reads_the_engines_log_probabilities_as_old_ones(vision_trainer):
+def test_training_reads_the_engines_log_probabilities_as_old_ones(vision_trainer, monkeypatch):
     options = {"steps_per_generation": 2, "generation_kwargs": {"suppress_tokens": None}, "max_steps": 4}
     trainer = vision_trainer(**{**FAST, **options})
-    purposes, run_pass = [], trainer.passes.run_pass
-    trainer.passes.run_pass = lambda *args, **given: purposes.append(given["purpose"]) or run_pass(*args, **given)
+    purposes, plain = [], run_pass.run_pass
+    monkeypatch.setattr(
+        run_pass, "run_pass", lambda *args, **given: purposes.append(given["purpose"]) or plain(*args, **given)
+    )
     trainer.train()
     assert purposes.count(Purpose.ROLLOUT) == 1  # of the first rollout alone, whose distance is measured
     assert logged(trainer, "sampling/sampling_logp_difference/max")[0] < 1e-5
@@ -208,5 +212,7 @@ def test_pages_that_hold_no_request_end_the_run():
 
 
 def test_sharded_parameters_are_refused(vision_trainer):
+    trainer = vision_trainer(**FAST)
+    run = replace(trainer.run, facts=replace(trainer.run.facts, zero_stage=3))
     with pytest.raises(ConfigError, match="sharded"):
-        ContinuousBatching(vision_trainer(**FAST), is_sharded=True)
+        ContinuousBatching(run, trainer.generation_config, trainer.continuous_batching_config)
