@@ -41,7 +41,8 @@ class EngineCheck(SavedState):
             EngineError: the distance is too large; raised on every process.
         """
         batch, device = rollout.batch, run.accelerator.device
-        if (engine := batch.get("sampling_per_token_logps")) is None:
+        engine = batch.get("sampling_per_token_logps")
+        if engine is None or rollout.sampled is None:  # the latter are the old ones, compared with the training pass
             return {}
         logps = batch.get(OLD_LOGPS, None if rollout.scores is None else rollout.scores.logps.to(device))
         rows, compared = first_group(rollout, run.completions_per_prompt, logps)
@@ -51,14 +52,16 @@ class EngineCheck(SavedState):
         largest = float(run.accelerator.gather(distance).max())
         if largest < 0:
             return {}
-        self.judge(largest, run.step + 1)
-        return {"engine/distance": largest}
+        return self.judge(largest, run.step + 1)
 
-    def judge(self, distance: float, step: int) -> None:
-        """Raise `EngineError` for a distance above the limit and above `GROWTH` times the first one.
+    def judge(self, distance: float, step: int) -> dict[str, float]:
+        """Return a distance as a metric, unless it is above the limit and above `GROWTH` times the first one.
 
         The first one counts as at most the limit: an engine that is wrong from the start ends the run if its distance
         is above `GROWTH` times the limit.
+
+        Raises:
+            EngineError: the distance is too large.
         """
         self.first = distance if self.first is None else self.first
         if distance > max(self.limit, GROWTH * min(self.first, self.limit)):
@@ -67,6 +70,7 @@ class EngineCheck(SavedState):
             )
             cure = "it has other weights, images or prompts, so resume with the engine started anew, or without it"
             raise EngineError(f"The engine's log-probabilities are {seen}: {cure} (engine_distance_limit 0: train on).")
+        return {"engine/distance": distance}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the first distance, the same on all processes."""

@@ -166,6 +166,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     _logs: dict[str, Any]
     further_prompts: Any = None
     _rollout: Rollout | None = None  # the current one; rollouts may be nested
+    _compares_engine = False  # whether the next training pass is compared with the engine that gave its old ones
     _balances: list[float | None] | None = None  # of the completions that are rewarded
 
     def __init__(
@@ -634,6 +635,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if self.batching is not None and self.model.training and not (entropies or self.run.measurement.scoring):
             mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
             if (logps := self.batching.old_logps(rollout, mask)) is not None:
+                self._compares_engine = rollout.noise is None and self.replay is None
                 return Scores(logps, mask)
         if model is not self.model or not self.run.measurement.scoring:
             return score(self.run, inputs, Want(entropies), model)
@@ -660,8 +662,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             return loss * weight
         measured = passed.logps, self._metrics["train"], passed.scores.mask, passed.scores.rows_run
         self._log_metrics(self.step_metrics.measure(inputs, *measured))
-        if self.batching is not None and OLD_LOGPS not in inputs and "sampling_per_token_logps" in inputs:
-            self._log_metrics(self.batching.compare(inputs, passed.logps, passed.scores.mask))
+        if "sampling_per_token_logps" in inputs and self.batching is not None:
+            if self._compares_engine or OLD_LOGPS not in inputs:
+                distances = self.batching.compare(inputs, passed.logps, passed.scores.mask)
+                self._log_metrics(distances)
+                if self._compares_engine and self.engine_check is not None:
+                    mean = distances["sampling/sampling_logp_difference/mean"]
+                    self._log_metrics(self.engine_check.judge(mean, self.state.global_step + 1))
+            self._compares_engine = False
         steps = self.current_gradient_accumulation_steps
         if "perturbed" in self.run.measurement.term_needs:
             scores = score_perturbed_part(self.run, model, inputs, passed.scores.mask)

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 from vgr_trl import batching
 from vgr_trl.batching import BatchingError, ContinuousBatching, make_requests, why_not_batched
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, EngineError
 from vgr_trl.passes import run_pass
 from vgr_trl.rows import pad_rows
 from vgr_trl.signals.scoring import Purpose
@@ -194,6 +194,27 @@ def test_a_turn_behind_images_of_tools_is_a_batch_of_its_own(monkeypatch, model_
     assert [len(images) for images in rollout.turns.returned] == [0, 1, 2, 1] * 2
     columns = rollout.batch["completion_ids"].size(1)
     assert rollout.batch["sampling_per_token_logps"].size(1) == columns
+
+
+def test_an_engine_whose_log_probabilities_serve_as_old_ones_is_compared_in_the_next_update(
+    vision_trainer, monkeypatch
+):
+    """Without a scoring pass, a later rollout has nothing to be compared with before its first training pass."""
+    generated, plain = [], batching.generate_batch
+
+    def generate(*args):
+        completion_ids, logps = plain(*args)
+        generated.append(len(logps))
+        shift = 0.5 * (len(generated) == 3)
+        return completion_ids, [[value - shift for value in row] for row in logps]
+
+    monkeypatch.setattr(batching, "generate_batch", generate)
+    options = {"steps_per_generation": 2, "generation_kwargs": {"suppress_tokens": None}, "max_steps": 8}
+    trainer = vision_trainer(**{**FAST, **options})
+    with pytest.raises(EngineError):
+        trainer.train()
+    assert (len(generated), trainer.state.global_step) == (3, 4)
+    assert logged(trainer, "engine/distance")[-1] < 1e-5
 
 
 def test_a_text_model_generates_by_trls_own_path(text_trainer, text_rows):
