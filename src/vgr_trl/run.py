@@ -16,8 +16,7 @@ from vgr_trl.rows import Prompts
 from vgr_trl.run_facts import Features, RunFacts
 from vgr_trl.sharing.report import SharingReport
 from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal
-from vgr_trl.vision.dummy_image import DummyImage
-from vgr_trl.vision.feature_cache import VisionCache
+from vgr_trl.vision import DummyImage, VisionCache
 
 
 @dataclass(frozen=True)

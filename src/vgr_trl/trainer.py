@@ -97,8 +97,7 @@ from vgr_trl.signals.scoring import Purpose, Scores, Want, policy_is_active
 from vgr_trl.validate.features import announce, plan_dummy_image, plan_features, plan_measurement, plan_vision
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
 from vgr_trl.views.perturbed_pass import record_noise, score_perturbed, score_perturbed_part
-from vgr_trl.vision.feature_cache import images_processed_once
-from vgr_trl.vision.windows import join_windows
+from vgr_trl.vision import images_processed_once, join_windows
 from vgr_trl.wants import (
     completion_inputs,
     make_signals,

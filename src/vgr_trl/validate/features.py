@@ -44,8 +44,7 @@ from vgr_trl.signals.probe import (
     why_not_measurable,
 )
 from vgr_trl.signals.ratios import last_layers, special_token_ids, vision_token_ids
-from vgr_trl.vision.dummy_image import DummyImage
-from vgr_trl.vision.feature_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
+from vgr_trl.vision import DummyImage, VisionCache, parts_of_tower, tower_trains, why_not_once
 
 logger = logging.get_logger(__name__)
 

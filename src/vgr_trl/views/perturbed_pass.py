@@ -41,7 +41,7 @@ from vgr_trl.signals.perturbation import Seen, derive_seed, perturb_images, show
 from vgr_trl.signals.ratios import visual_dependency
 from vgr_trl.signals.scoring import Head, Purpose, Scores, Want
 from vgr_trl.tools import show_again
-from vgr_trl.vision.feature_cache import images_processed_once
+from vgr_trl.vision import images_processed_once
 
 Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
 
