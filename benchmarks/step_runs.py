@@ -77,8 +77,8 @@ class _Meter(TrainerCallback):
 
     def watch(self, trainer: Any) -> None:
         """Tell the rollouts of a trainer from its training passes, and of ours the stages of a step."""
-        if hasattr(trainer, "clock"):
-            self._watch_stages(trainer.clock)
+        if isinstance(trainer, DAPOTrainer):
+            self._watch_stages(trainer.run.clock)
         plain = trainer._prepare_inputs
 
         def prepare(*args: Any) -> Any:

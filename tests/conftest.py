@@ -109,16 +109,16 @@ def text_trainer(text_model: Qwen2ForCausalLM, text_tokenizer: PreTrainedTokeniz
 @pytest.fixture
 def passes(monkeypatch):
     """Passes over completions: whether with gradients, and how many rows run."""
-    from vgr_trl.passes.run_pass import ForwardPasses  # takes seconds, too
+    from vgr_trl.passes import run_pass  # takes seconds, too
 
-    seen, compute = [], ForwardPasses._compute
+    seen, compute = [], run_pass._compute
 
-    def counted(self, *args):
-        computed = compute(self, *args)
+    def counted(*args):
+        computed = compute(*args)
         seen.append((torch.is_grad_enabled(), computed.rows_run))
         return computed
 
-    monkeypatch.setattr(ForwardPasses, "_compute", counted)
+    monkeypatch.setattr(run_pass, "_compute", counted)
     return seen
 
 

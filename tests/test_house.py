@@ -22,9 +22,7 @@ def modules() -> dict[str, Path]:
 
 def imported(file: Path, known: dict[str, Path]) -> set[str]:
     found, tree = set(), ast.parse(file.read_text(encoding="utf-8"))
-    typing = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    skipped = {id(inner) for node in typing for inner in ast.walk(node)}
-    for node in (node for node in ast.walk(tree) if id(node) not in skipped):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name in known}
         elif isinstance(node, ast.ImportFrom) and node.module in known:

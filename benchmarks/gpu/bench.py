@@ -31,7 +31,7 @@ from gpu.results import FILE, Line, append, machine, read, runs_of
 from gpu.steps import steps
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, build_modality_masks
-from vgr_trl.vision.windows import join_windows
+from vgr_trl.vision import join_windows
 
 Runs = dict[str, Run]
 

@@ -20,8 +20,9 @@ from trl.models.utils import unwrap_model_for_generation
 from vgr_trl.errors import ConfigError, VGRError
 from vgr_trl.patching import evaluating, patched_attribute, patched_method
 from vgr_trl.pixels import TOKEN_TYPES, UnknownParts, image_tensors, parts_by_tokens
-from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.rollout import Rollout
 from vgr_trl.rows import pad_rows, valid_tokens
+from vgr_trl.run import Run
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
@@ -218,8 +219,9 @@ class ContinuousBatching:
     """Generates the completions of rollouts by continuous batching, each prompt once.
 
     Args:
-        trainer: constructed.
-        is_sharded: whether a process has only parts of the parameters.
+        run: model, options and processes.
+        config: generation config of the trainer.
+        pages: options of continuous batching.
 
     Attributes:
         is_exact: whether the log-probabilities of the first rollout equal those of its scoring pass; None before it.
@@ -228,39 +230,46 @@ class ContinuousBatching:
         ConfigError: continuous batching cannot generate with this model or these options.
     """
 
-    def __init__(self, trainer: ConstructedTrainer, is_sharded: bool) -> None:
-        self.trainer, self._told = trainer, False
+    def __init__(self, run: Run, config: Any, pages: Any) -> None:
+        self.run, self.pages, self._told = run, pages, False
         self.is_exact: bool | None = None
-        name, causal = "use_transformers_continuous_batching", causal_model(trainer.model)
+        name, causal = "use_transformers_continuous_batching", causal_model(run.model)
         if Version(version("transformers")) < Version("5.23"):
             raise ConfigError(f"{name} reads images with transformers 5.23 and later: upgrade it, or use use_vllm.")
-        reason = "sharded parameters" if is_sharded else why_adapter_reads_whole_rows(trainer.model)
+        reason = "sharded parameters" if run.facts.is_sharded else why_adapter_reads_whole_rows(run.model)
         if (reason := reason or why_not_batched(causal)) is not None:
             raise ConfigError(f"{name} cannot be used with {type(causal).__name__} ({reason}): drop it.")
         from transformers.generation import logits_process
 
         for kind in (logits_process.SuppressTokensLogitsProcessor, logits_process.MinPLogitsWarper):
             kind.supports_continuous_batching = True  # they read scores alone, and transformers warns of others
-        config = self._generation_config(causal)
+        config = causal._prepare_generation_config(config)[0]
         for option, plain in _IGNORED.items():
             if (given := getattr(config, option)) not in (None, plain):
                 raise ConfigError(f"{name} would ignore {option}={given}: drop one of the two.")
 
-    def _generation_config(self, causal: Any) -> Any:
-        return causal._prepare_generation_config(self.trainer.generation_config)[0]
+    def generate(
+        self, wrapped: nn.Module, config: Any, overrides: Any, prompt_ids: Any, fields: Mapping[str, Any]
+    ) -> Completions:
+        """Generate a completion of each prompt; return tokens and their log-probabilities.
 
-    def generate(self, prompt_ids: Any, images: Any, fields: Mapping[str, Any], num_generations: int) -> Completions:
-        """Generate one turn as TRL's `_generate_single_turn` does; return tokens and their log-probabilities."""
-        trainer, checkpointing = self.trainer, self.trainer.args.gradient_checkpointing_kwargs
-        options: Any = {"gradient_checkpointing_kwargs": checkpointing, "generation_kwargs": trainer.generation_kwargs}
-        unwrapped = unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator, **options)
+        Args:
+            wrapped: the policy as the trainer wraps it.
+            config: generation config.
+            overrides: options that replace the defaults of the model.
+            prompt_ids: tokens of each prompt; equal prompts are computed once.
+            fields: outputs of the processor beside the tokens.
+        """
+        accelerator, checkpointing = self.run.accelerator, self.run.args.gradient_checkpointing_kwargs
+        options: Any = {"gradient_checkpointing_kwargs": checkpointing, "generation_kwargs": overrides}
+        unwrapped = unwrap_model_for_generation(wrapped, accelerator, **options)
         with unwrapped as model, torch.no_grad(), evaluating(model):
-            causal = causal_model(model)
-            config = self._generation_config(causal)
-            with trainer.accelerator.autocast():
+            causal: Any = causal_model(model)
+            config = causal._prepare_generation_config(config)[0]
+            with accelerator.autocast():
                 requests = make_requests(causal, prompt_ids, fields)
             pages = self._plan_pages(causal, requests, config.max_new_tokens)
-            with looking_up(causal, requests, trainer.accelerator.autocast):
+            with looking_up(causal, requests, accelerator.autocast):
                 return generate_batch(causal, requests, config, pages)
 
     def compare(self, batch: Mapping[str, Any], logps: Tensor, scored: Tensor) -> dict[str, float]:
@@ -273,7 +282,7 @@ class ContinuousBatching:
         """
         distance = (logps.detach() - batch["sampling_per_token_logps"]).abs()[scored & valid_tokens(batch).bool()]
         own = [distance.sum(), distance.new_tensor(len(distance)), nn.functional.pad(distance, (0, 1)).max()]
-        sums = self.trainer.accelerator.gather(torch.stack(own).unsqueeze(0)).double()
+        sums = self.run.accelerator.gather(torch.stack(own).unsqueeze(0)).double()
         mean, largest = (sums[:, 0].sum() / sums[:, 1].sum().clamp(min=1)).item(), sums[:, 2].max().item()
         self.is_exact = largest <= EXACT if self.is_exact is None else self.is_exact
         name = "sampling/sampling_logp_difference"
@@ -291,15 +300,15 @@ class ContinuousBatching:
         """Return the options of a batch with pages for all its requests, or for as many as the option allows."""
         from transformers.generation.continuous_batching.cache import find_head_dim, find_num_key_value_heads
 
-        options, text = self.trainer.continuous_batching_config, causal.config.get_text_config()
+        options, text = self.pages, causal.config.get_text_config()
         size, width = options.page_size, 2 * find_num_key_value_heads(text) * find_head_dim(text)
         page = size * width * text.num_hidden_layers * causal.dtype.itemsize  # bytes, of all layers
         groups = [(len(ids), len(rows)) for ids, rows in zip(requests.ids, requests.rows, strict=True)]
         needed = sum(tokens // size + count * -(-(tokens % size + new_tokens) // size) for tokens, count in groups)
-        most = (self.trainer.args.batching_cache_megabytes or math.inf) * 2**20 / page
+        most = (self.run.args.batching_cache_megabytes or math.inf) * 2**20 / page
         blocks = options.num_blocks or max(int(min(needed / _FREE + 1, most)), 1)
         tokens, completions = map(sum, zip(*groups, strict=True))
-        if not self._told and self.trainer.accelerator.is_main_process:
+        if not self._told and self.run.accelerator.is_main_process:
             logger.warning(f"Continuous batching: {blocks * page >> 20} MB of pages for {completions} completions.")
         self._told = True
         tokens = options.max_batch_tokens or min(max(tokens, completions), _TOKENS_PER_PASS)

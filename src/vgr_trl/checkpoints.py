@@ -327,6 +327,11 @@ else:
     GRPOTrainer = object  # a mixin
 
 
+GENERATION = "generation"
+ORDER = "order.json"
+COMPARED, MOST_COMPARED = ("id", "prompt", "choices", "solution"), 256  # columns and rows in the data's checksum
+
+
 class ResumableTrainer(GRPOTrainer):
     """Methods of a TRL trainer that save and load complete checkpoints.
 
@@ -408,7 +413,7 @@ class ResumableTrainer(GRPOTrainer):
         super()._save_rng_state(output_dir)
         for part in self.resumed:
             part.save(Path(output_dir))
-        save_place(self, Path(output_dir))
+        self._save_place(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer, the state of `resumed` and the place in the data; refuse an optimizer of other weights.
@@ -429,7 +434,7 @@ class ResumableTrainer(GRPOTrainer):
         if checkpoint is not None:
             for part in self.resumed:
                 part.load(Path(checkpoint))
-            load_place(self, Path(checkpoint))
+            self._load_place(Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint, also into a whole model, whose weights the parent would leave unchanged."""
@@ -443,9 +448,119 @@ class ResumableTrainer(GRPOTrainer):
 
     def _load_whole_model(self, checkpoint: str, model: nn.Module) -> bool:
         """Load the weights if `model` is a whole model, and return whether it is."""
-        if (target := whole_model(self, model)) is not None:
+        if (target := whole_model(self.accelerator, model)) is not None:
             load_weights(target, checkpoint)
         return target is not None
+
+    def lacks_final_model_only(self, checkpoint: str | None, max_steps: int, written_last: Path) -> bool:
+        """Return whether a run has finished all its steps but was ended before it wrote its last file.
+
+        Args:
+            checkpoint: the newest checkpoint, or None.
+            max_steps: all steps of the run.
+            written_last: the file that a run writes last.
+        """
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        return is_finished(checkpoint, max_steps) and not sharded and not written_last.exists()
+
+    def load_trained(self, checkpoint: str) -> None:
+        """Load weights and state of a finished run's checkpoint; the best weights with `load_best_model_at_end`."""
+        self.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            self._load_best_model()
+        else:
+            self._load_from_checkpoint(checkpoint)
+
+    def _save_place(self, folder: Path) -> None:
+        """Save the data order, and within a generation batch the rollout buffer."""
+        from trl.trainer.utils import unsplit_pixel_values_by_grid
+
+        every, accelerator = self._micro_batches_per_generation(), self.accelerator
+        if self.args.should_save:
+            (folder / ORDER).write_text(json.dumps(self._data_order()), encoding="utf-8")
+        if self._step % every:
+            inputs = [unsplit_pixel_values_by_grid(inputs) for inputs in self._buffered_inputs]
+            state = {"micro_batch": self._step % every, "of": every, "inputs": inputs}
+            save_share(state, folder, accelerator.process_index, accelerator.num_processes, GENERATION)
+
+    def _load_place(self, folder: Path) -> None:
+        """Restore the data order and the rollout buffer of a checkpoint.
+
+        Raises:
+            ConfigError: the run is finished, or its order or buffer cannot be restored.
+        """
+        refuse_finished(str(folder), self.state.max_steps)
+        if self.accelerator.is_main_process and (folder / ORDER).exists():  # checkpoints of TRL have none
+            there, here = json.loads((folder / ORDER).read_text(encoding="utf-8")), self._data_order()
+            if changed := [name for name in here if there.get(name) != here[name]]:
+                differs = ", ".join(f"{name} ({there.get(name)} there, {here[name]} here)" for name in changed)
+                effect = "in this epoch some prompts may be repeated, and others skipped"
+                logger.warning(f"The run that saved {folder} differs from this one in {differs}: {effect}.")
+        epochs, batches = self._position_in_data(folder)
+        if self.shuffle_dataset and self.train_sampler is not None:
+            for _ in range(epochs):
+                torch.randperm(len(self.train_dataset), generator=self.train_sampler.generator)
+        self._step = batches
+        if not self.args.ignore_data_skip:
+            self._continue_generation(folder, batches % self._micro_batches_per_generation())
+
+    def _data_order(self) -> dict[str, Any]:
+        """Return what decides the data order: seed, shuffling, number of rows, and a checksum of some rows."""
+        found: dict[str, Any] = {"seed": self.args.seed, "shuffle_dataset": self.shuffle_dataset}
+        if isinstance(dataset := self.train_dataset, Dataset):
+            rows = dataset.with_format(None).select(range(0, len(dataset), -(-len(dataset) // MOST_COMPARED)))
+            texts = rows.select_columns([name for name in COMPARED if name in dataset.column_names]).to_list()
+            as_json = json.dumps(texts, default=lambda value: type(value).__name__).encode()
+            found |= {"number of prompts": len(dataset), "checksum of prompts": xxhash.xxh3_64_hexdigest(as_json)}
+        return found
+
+    def _micro_batches_per_generation(self) -> int:
+        """Return the number of micro-batches of a process from one generation to the next."""
+        return int(self.args.steps_per_generation or 1) * self.num_iterations
+
+    def _position_in_data(self, folder: Path) -> tuple[int, int]:
+        """Return the number of finished epochs, and of finished micro-batches in the current epoch."""
+        args, step = self.args, self.state.global_step
+        window = args.gradient_accumulation_steps
+        if isinstance(self.train_dataset, IterableDataset):
+            if (self.state.epoch or 0) >= 1 and not args.ignore_data_skip:
+                saved = f"{folder} was saved in a later epoch of the stream ({self.state.epoch:.2f})"
+                cure = "give ignore_data_skip to restart at the beginning of the stream, or an earlier checkpoint"
+                raise ConfigError(f"{saved}, whose order is not known: {cure}.")
+            return 0, 0 if args.ignore_data_skip else step * window
+        rollouts = len(self.train_dataset) // args.prompts_per_rollout  # of an epoch
+        batches = rollouts * self._micro_batches_per_generation()
+        epochs, steps = divmod(step, -(-batches // window))
+        return epochs, 0 if args.ignore_data_skip else steps * window
+
+    def _continue_generation(self, folder: Path, micro_batch: int) -> None:
+        """Restore the rollout buffer of a checkpoint that was saved within a generation batch.
+
+        Args:
+            folder: the checkpoint.
+            micro_batch: number of finished micro-batches of the generation batch; 0: there is no buffer to restore.
+        """
+        processes, every = self.accelerator.num_processes, self._micro_batches_per_generation()
+        saved = len([*folder.glob(SHARE.format(GENERATION, "*", "*"))])
+        if saved == micro_batch == 0:
+            return
+        share = load_shares(folder, GENERATION, only=self.accelerator.process_index)[0] if saved == processes else {}
+        place = share.get("micro_batch", micro_batch), share.get("of", every)
+        if not share or place[0] * every != micro_batch * place[1]:
+            window = self.args.gradient_accumulation_steps
+            was = f"was saved after {place[0]} of {place[1]} micro-batches of a rollout by {saved} processes"
+            options = "processes and options of batches that it was saved with"
+            whole = f"a checkpoint whose step is a multiple of {every // window if every % window == 0 else every}"
+            now = f"now {micro_batch} of {every} by {processes}"
+            raise ConfigError(f"{folder} {was}, {now}: give {options}, or {whole}.")
+        inputs = share["inputs"]
+        if place[1] != every:
+            from vgr_trl.patches.trl import split_anew
+
+            inputs = split_anew(inputs, self.args.steps_per_generation or 1)
+        self._buffered_inputs = send_to_device(inputs, self.accelerator.device)
 
 
 def _check_optimizer(optimizer: Any, needed: Sequence[Set[str]]) -> None:
@@ -464,130 +579,3 @@ def _check_optimizer(optimizer: Any, needed: Sequence[Set[str]]) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             if name in state and state[name].shape != weight.shape:
                 raise ValueError(f"{name} of shape {tuple(state[name].shape)} for {tuple(weight.shape)}")
-
-
-def lacks_final_model_only(
-    trainer: ResumableTrainer, checkpoint: str | None, max_steps: int, written_last: Path
-) -> bool:
-    """Return whether a run has finished all its steps but was ended before it wrote its last file.
-
-    Args:
-        trainer: with ZeRO or FSDP the answer is no, as only training loads their checkpoints.
-        checkpoint: the newest checkpoint, or None.
-        max_steps: all steps of the run.
-        written_last: the file that a run writes last.
-    """
-    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    return is_finished(checkpoint, max_steps) and not sharded and not written_last.exists()
-
-
-def load_trained(trainer: ResumableTrainer, checkpoint: str) -> None:
-    """Load the weights and state of a finished run's checkpoint, or its best weights with `load_best_model_at_end`."""
-    trainer.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
-    trainer.state.is_local_process_zero = trainer.is_local_process_zero()
-    trainer.state.is_world_process_zero = trainer.is_world_process_zero()
-    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
-        trainer._load_best_model()
-    else:
-        trainer._load_from_checkpoint(checkpoint)
-
-
-# Data position: sampler order and rollout buffer
-
-GENERATION = "generation"
-ORDER = "order.json"
-COMPARED, MOST_COMPARED = ("id", "prompt", "choices", "solution"), 256  # columns and rows in the data's checksum
-
-
-def save_place(trainer: ResumableTrainer, folder: Path) -> None:
-    """Save the data order, and within a generation batch the rollout buffer."""
-    from trl.trainer.utils import unsplit_pixel_values_by_grid
-
-    every, accelerator = _generates_every(trainer), trainer.accelerator
-    if trainer.args.should_save:
-        (folder / ORDER).write_text(json.dumps(_order_of(trainer)), encoding="utf-8")
-    if trainer._step % every:
-        inputs = [unsplit_pixel_values_by_grid(inputs) for inputs in trainer._buffered_inputs]
-        state = {"micro_batch": trainer._step % every, "of": every, "inputs": inputs}
-        save_share(state, folder, accelerator.process_index, accelerator.num_processes, GENERATION)
-
-
-def load_place(trainer: ResumableTrainer, folder: Path) -> None:
-    """Restore the data order and the rollout buffer of a checkpoint.
-
-    Raises:
-        ConfigError: the run is finished, or its order or buffer cannot be restored.
-    """
-    refuse_finished(str(folder), trainer.state.max_steps)
-    if trainer.accelerator.is_main_process and (folder / ORDER).exists():  # checkpoints of TRL have none
-        there, here = json.loads((folder / ORDER).read_text(encoding="utf-8")), _order_of(trainer)
-        if changed := [name for name in here if there.get(name) != here[name]]:
-            differs = ", ".join(f"{name} ({there.get(name)} there, {here[name]} here)" for name in changed)
-            effect = "in this epoch some prompts may be repeated, and others skipped"
-            logger.warning(f"The run that saved {folder} differs from this one in {differs}: {effect}.")
-    epochs, batches = _position_in_data(trainer, folder)
-    if trainer.shuffle_dataset and trainer.train_sampler is not None:
-        for _ in range(epochs):
-            torch.randperm(len(trainer.train_dataset), generator=trainer.train_sampler.generator)
-    trainer._step = batches
-    if not trainer.args.ignore_data_skip:
-        _continue_generation(trainer, folder, batches % _generates_every(trainer))
-
-
-def _order_of(trainer: ResumableTrainer) -> dict[str, Any]:
-    """Return the facts that decide the data order: seed, shuffling, number of rows, and a checksum of some rows."""
-    found: dict[str, Any] = {"seed": trainer.args.seed, "shuffle_dataset": trainer.shuffle_dataset}
-    if isinstance(dataset := trainer.train_dataset, Dataset):
-        rows = dataset.with_format(None).select(range(0, len(dataset), -(-len(dataset) // MOST_COMPARED)))
-        texts = rows.select_columns([name for name in COMPARED if name in dataset.column_names]).to_list()
-        as_json = json.dumps(texts, default=lambda value: type(value).__name__).encode()
-        found |= {"number of prompts": len(dataset), "checksum of prompts": xxhash.xxh3_64_hexdigest(as_json)}
-    return found
-
-
-def _generates_every(trainer: ResumableTrainer) -> int:
-    """Return the number of micro-batches of a process from one generation to the next."""
-    return int(trainer.args.steps_per_generation or 1) * trainer.num_iterations
-
-
-def _position_in_data(trainer: ResumableTrainer, folder: Path) -> tuple[int, int]:
-    """Return the number of finished epochs, and of finished micro-batches in the current epoch."""
-    args, step = trainer.args, trainer.state.global_step
-    window = args.gradient_accumulation_steps
-    if isinstance(trainer.train_dataset, IterableDataset):
-        if (trainer.state.epoch or 0) >= 1 and not args.ignore_data_skip:
-            saved = f"{folder} was saved in a later epoch of the stream ({trainer.state.epoch:.2f})"
-            cure = "give ignore_data_skip to restart at the beginning of the stream, or an earlier checkpoint"
-            raise ConfigError(f"{saved}, whose order is not known: {cure}.")
-        return 0, 0 if args.ignore_data_skip else step * window
-    batches = len(trainer.train_dataset) // args.prompts_per_rollout * _generates_every(trainer)  # of an epoch
-    epochs, steps = divmod(step, -(-batches // window))
-    return epochs, 0 if args.ignore_data_skip else steps * window
-
-
-def _continue_generation(trainer: ResumableTrainer, folder: Path, micro_batch: int) -> None:
-    """Restore the rollout buffer of a checkpoint that was saved within a generation batch.
-
-    Args:
-        trainer: whose buffer is set.
-        folder: the checkpoint.
-        micro_batch: number of finished micro-batches of the generation batch; 0: there is no buffer to restore.
-    """
-    processes, every = trainer.accelerator.num_processes, _generates_every(trainer)
-    saved = len([*folder.glob(SHARE.format(GENERATION, "*", "*"))])
-    if saved == micro_batch == 0:
-        return
-    share = load_shares(folder, GENERATION, only=trainer.accelerator.process_index)[0] if saved == processes else {}
-    place = share.get("micro_batch", micro_batch), share.get("of", every)
-    if not share or place[0] * every != micro_batch * place[1]:
-        window = trainer.args.gradient_accumulation_steps
-        was = f"was saved after {place[0]} of {place[1]} micro-batches of a rollout by {saved} processes"
-        options = "processes and options of batches that it was saved with"
-        whole = f"a checkpoint whose step is a multiple of {every // window if every % window == 0 else every}"
-        raise ConfigError(f"{folder} {was}, now {micro_batch} of {every} by {processes}: give {options}, or {whole}.")
-    inputs = share["inputs"]
-    if place[1] != every:
-        from vgr_trl.patches.trl import split_anew
-
-        inputs = split_anew(inputs, trainer.args.steps_per_generation or 1)
-    trainer._buffered_inputs = send_to_device(inputs, trainer.accelerator.device)

@@ -15,8 +15,10 @@ from vgr_trl.config import LEARNING_RATES
 from vgr_trl.errors import ConfigError
 from vgr_trl.loss import TermInputs, average_as_loss
 from vgr_trl.metrics.step_metrics import Totals
-from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.passes.run_pass import run_pass, score
+from vgr_trl.rollout import Rollout
 from vgr_trl.rows import scoring_inputs, valid_tokens
+from vgr_trl.run import Run
 from vgr_trl.sampling.zero_variance import sum_task_rewards
 from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.signals.scoring import Purpose, Want
@@ -68,16 +70,16 @@ class ValueModel(nn.Module):
 
 
 class Critic:
-    """Learns the values of tokens beside the policy of a trainer.
+    """Learns the values of tokens beside the policy of a run.
 
     Each process has the whole module: gradients are averaged over processes, then clipped.
 
     Args:
-        trainer: whose policy is not wrapped yet.
+        run: its policy is not wrapped yet.
     """
 
-    def __init__(self, trainer: ConstructedTrainer) -> None:
-        self.trainer, policy, args, accelerator = trainer, trainer.model, trainer.args, trainer.accelerator
+    def __init__(self, run: Run) -> None:
+        self.run, policy, args, accelerator = run, run.model, run.args, run.accelerator
         width = causal_model(policy).config.get_text_config(decoder=True).hidden_size  # D of the last hidden states
         head = ValueHead(width).to(accelerator.device)
         self.head = head if args.critic == "head" else None  # reads the hidden states of the policy's own passes
@@ -100,19 +102,23 @@ class Critic:
         for value in self.named.values():  # an adapter is drawn by each process
             value.data.copy_(broadcast(value.data))
 
-    def value_tokens(self, rollout: Rollout) -> None:
+    def value_tokens(self, rollout: Rollout, reward_weights: Tensor) -> None:
         """Add values, returns and advantages of the tokens (N, T) to the batch of a rollout.
 
         Completions that no reward applies to get NaN, and are not trained on.
+
+        Args:
+            rollout: a rewarded rollout.
+            reward_weights: (F,), weights of the reward functions.
         """
-        trainer, args, batch = self.trainer, self.trainer.args, rollout.batch
+        run, args, batch = self.run, self.run.args, rollout.batch
         mask = valid_tokens(batch).bool()
         values: Any = None if rollout.scores is None else rollout.scores.values
         if values is None:
             self.module.eval()
-            values = trainer.score(scoring_inputs(batch), Want(), self.module, purpose=Purpose.CRITIC).values
-        sums = sum_task_rewards(rollout.rewards, trainer.reward_weights, trainer.args.penalises_kl)  # (N of all,)
-        first = trainer.accelerator.process_index * len(mask)
+            values = score(run, scoring_inputs(batch), Want(), self.module, purpose=Purpose.CRITIC).values
+        sums = sum_task_rewards(rollout.rewards, reward_weights, args.penalises_kl)  # (N of all,)
+        first = run.accelerator.process_index * len(mask)
         rewards = token_rewards(sums[first : first + len(mask)], mask, rollout.kl_penalty)
         advantages, returns = gae(rewards.nan_to_num(), values, mask, args.gamma, args.lam)
         unscored = rewards.isnan().any(dim=1, keepdim=True) & mask
@@ -130,7 +136,7 @@ class Critic:
         trained = rollout.with_gradient.to(advantages.device).unsqueeze(1)  # (N, 1)
         mask = valid_tokens(batch).bool() & trained & ~advantages.isnan()
         metrics = self._explained(batch["values"], batch["returns"], mask)
-        batch["advantages"] = whiten(advantages, mask, self.trainer.accelerator.gather)
+        batch["advantages"] = whiten(advantages, mask, self.run.accelerator.gather)
         batch["returns"] = batch["returns"].masked_fill(~mask, torch.nan)
         rollout.batch = batch
         return metrics
@@ -141,7 +147,7 @@ class Critic:
             totals.add_mean(name, tensor, mask)
             totals.add_mean(f"{name} squared", tensor.square(), mask)
         totals.add_mean("critic/value_mean", values, mask)
-        found = totals.metrics(self.trainer.accelerator.gather)
+        found = totals.metrics(self.run.accelerator.gather)
         variance, unexplained = (found[f"{name} squared"] - found[name] ** 2 for name in ("returns", "errors"))
         return {
             "critic/value_mean": found["critic/value_mean"],
@@ -149,37 +155,37 @@ class Critic:
             "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else float("nan"),
         }
 
-    def learn(self, passed: TermInputs, weight: float) -> dict[str, float]:
+    def learn(self, passed: TermInputs, weight: float, steps: int) -> dict[str, float]:
         """Back-propagate the value loss of a micro-batch, step at the end of an optimizer step, and return metrics.
 
         Args:
             passed: whose values are read, unless the critic is a model of its own.
-            weight: of the mean loss in that of the micro-batch that it is a part of.
+            weight: weight of the part's mean loss in the mean of its micro-batch.
+            steps: micro-batches of the current optimizer step.
         """
-        inputs, trainer, args = passed.batch, self.trainer, self.trainer.args
+        inputs, run, args = passed.batch, self.run, self.run.args
         mask, values = passed.mask & ~inputs["returns"].isnan(), passed.scores.values
         if values is None:
             self.module.train()
-            run_pass = trainer.passes.run_pass
-            scores = run_pass(self.module, scoring_inputs(inputs), Want(), purpose=Purpose.CRITIC, gradients=True)
+            batch = scoring_inputs(inputs)
+            scores = run_pass(run, self.module, batch, Want(), purpose=Purpose.CRITIC, gradients=True)
             values = scores.values
         per_token = value_loss(values, inputs["values"], inputs["returns"], mask, args.cliprange_value)  # (N, T)
-        steps, processes = trainer.current_gradient_accumulation_steps, trainer.accelerator.num_processes
-        (average_as_loss(per_token, mask, inputs, args, steps, processes) * weight).backward()
+        (average_as_loss(per_token, mask, inputs, args, steps, run.accelerator.num_processes) * weight).backward()
         self.totals.add_mean("critic/value_loss", per_token.detach(), mask)
         moved = (values.detach() - inputs["values"]).abs() > args.cliprange_value
         self.totals.add_mean("critic/clipped", moved.float(), mask)
-        if not trainer.accelerator.sync_gradients:
+        if not run.accelerator.sync_gradients:
             return {}
-        metrics, self.totals = self.totals.metrics(trainer.accelerator.gather), Totals()
+        metrics, self.totals = self.totals.metrics(run.accelerator.gather), Totals()
         return metrics | self._step()
 
     def _step(self) -> dict[str, float]:
         """Update the module by the averaged gradients, if they are finite; return metrics."""
-        args = self.trainer.args
+        args = self.run.args
         for value in self.named.values():
             gradient = torch.zeros_like(value) if value.grad is None else value.grad
-            value.grad = self.trainer.accelerator.reduce(gradient, reduction="mean")
+            value.grad = self.run.accelerator.reduce(gradient, reduction="mean")
         norm = nn.utils.clip_grad_norm_(self.named.values(), args.max_grad_norm or float("inf"))
         rate = self.learning_rate * min(1.0, (self.steps + 1) / (args.critic_warmup_steps + 1))
         for group in self.optimizer.param_groups:
@@ -192,7 +198,7 @@ class Critic:
 
     def save(self, folder: Path) -> None:
         """Write the critic and its optimizer into a checkpoint."""
-        if self.trainer.accelerator.is_main_process:
+        if self.run.accelerator.is_main_process:
             parameters = {name: value.detach() for name, value in self.named.items()}
             state = {"parameters": parameters, "optimizer": self.optimizer.state_dict(), "steps": self.steps}
             torch.save(state, folder / FILE)

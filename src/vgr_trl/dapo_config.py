@@ -170,6 +170,11 @@ class DAPOConfig(
         return int(self.generation_batch_size or 0) // int(self.num_generations or 1)
 
     @property
+    def steps_per_rollout(self) -> float:
+        """Number of optimizer steps that use a rollout."""
+        return (self.steps_per_generation or 1) * self.num_iterations / self.gradient_accumulation_steps
+
+    @property
     def most_rows_per_pass(self) -> int | None:
         """Largest number of rows of a training pass; None if no number is given."""
         return int(self.rows_per_pass) if self.rows_per_pass.isdigit() else None

@@ -10,10 +10,11 @@ from transformers import LogitsProcessorList
 
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.errors import EngineError
+from vgr_trl.passes.run_pass import score
 from vgr_trl.patching import patched_attribute
-from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.rollout import Rollout
 from vgr_trl.rows import OLD_LOGPS, rows_with_images, scoring_inputs, take_rows, valid_tokens
-from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.run import Run
 from vgr_trl.signals.scoring import Want
 
 GROWTH = 10  # a distance of so many times the first one ends the run, if it is above the limit
@@ -33,31 +34,34 @@ class EngineCheck(SavedState):
         self.limit = limit
         self.first: float | None = None
 
-    def check(self, trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, float]:
+    def check(self, run: Run, rollout: Rollout) -> dict[str, float]:
         """Return the engine distance as a metric, the largest of all processes; every process calls this.
 
         Raises:
             EngineError: the distance is too large; raised on every process.
         """
-        batch, device = rollout.batch, trainer.accelerator.device
-        if (engine := batch.get("sampling_per_token_logps")) is None:
+        batch, device = rollout.batch, run.accelerator.device
+        engine = batch.get("sampling_per_token_logps")
+        if engine is None or rollout.sampled is None:  # the latter are the old ones, compared with the training pass
             return {}
         logps = batch.get(OLD_LOGPS, None if rollout.scores is None else rollout.scores.logps.to(device))
-        rows, compared = first_group(trainer, rollout, logps)
+        rows, compared = first_group(rollout, run.completions_per_prompt, logps)
         part = scoring_inputs(take_rows(batch, rows)) if logps is None else {}
-        scored = trainer.score(part, Want()).logps if logps is None else logps[list(rows)]
+        scored = score(run, part, Want()).logps if logps is None else logps[list(rows)]
         distance = torch.tensor([engine_distance(engine[list(rows)], scored, compared)], device=device)
-        largest = float(trainer.accelerator.gather(distance).max())
+        largest = float(run.accelerator.gather(distance).max())
         if largest < 0:
             return {}
-        self.judge(largest, trainer.state.global_step + 1)
-        return {"engine/distance": largest}
+        return self.judge(largest, run.step + 1)
 
-    def judge(self, distance: float, step: int) -> None:
-        """Raise `EngineError` for a distance above the limit and above `GROWTH` times the first one.
+    def judge(self, distance: float, step: int) -> dict[str, float]:
+        """Return a distance as a metric, unless it is above the limit and above `GROWTH` times the first one.
 
         The first one counts as at most the limit: an engine that is wrong from the start ends the run if its distance
         is above `GROWTH` times the limit.
+
+        Raises:
+            EngineError: the distance is too large.
         """
         self.first = distance if self.first is None else self.first
         if distance > max(self.limit, GROWTH * min(self.first, self.limit)):
@@ -66,6 +70,7 @@ class EngineCheck(SavedState):
             )
             cure = "it has other weights, images or prompts, so resume with the engine started anew, or without it"
             raise EngineError(f"The engine's log-probabilities are {seen}: {cure} (engine_distance_limit 0: train on).")
+        return {"engine/distance": distance}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the first distance, the same on all processes."""
@@ -76,12 +81,12 @@ class EngineCheck(SavedState):
         self.first = states[0]["first"]
 
 
-def first_group(trainer: ConstructedTrainer, rollout: Rollout, scored: Tensor | None = None) -> tuple[range, Tensor]:
+def first_group(rollout: Rollout, size: int, scored: Tensor | None = None) -> tuple[range, Tensor]:
     """Return the rows of the first prompt with an image and valid tokens, and their tokens to compare, (N', T) bool.
 
     Args:
-        trainer: gives the number of completions per prompt.
-        rollout: completions that were sampled from perturbed images are not compared.
+        rollout: its completions that were sampled from perturbed images are not compared.
+        size: G.
         scored: (N, T), NaN for rows that are not compared either; None: all are.
     """
     compared = valid_tokens(rollout.batch).bool()
@@ -90,7 +95,7 @@ def first_group(trainer: ConstructedTrainer, rollout: Rollout, scored: Tensor | 
         compared &= ~torch.tensor(rollout.noise.rows, device=compared.device).unsqueeze(1)
     if scored is not None:
         compared &= ~scored.isnan()
-    size, count = trainer.completions_per_prompt, len(compared)
+    count = len(compared)
     start = min(int(compared.any(1).int().argmax()), max(count - size, 0))
     rows = range(start, min(start + size, count))
     return rows, compared[rows.start : rows.stop]
@@ -106,12 +111,15 @@ def engine_distance(engine: Tensor, logps: Tensor, compared: Tensor) -> float:
     return float(known.mean()) if len(known) else math.inf if len(distances) else -1.0
 
 
-def generate_with_logps(trainer: ConstructedTrainer, plain: Callable[[], Any]) -> Any:
-    """Return completions and their log-probabilities, also those of a `generate` with `cache_implementation`."""
-    args, causal, steps = trainer.args, causal_model(trainer.model), list[Tensor]()
-    others = trainer.use_vllm or args.use_transformers_continuous_batching or not args.cache_implementation
-    if others or trainer.engine_check is None or not trainer.model.training:
-        return plain()
+def generate_with_logps(causal: Any, temperature: float, plain: Callable[[], Any]) -> Any:
+    """Return completions of `generate` and their log-probabilities, which TRL does not ask it for.
+
+    Args:
+        causal: transformers model that generates.
+        temperature: divides the scores.
+        plain: generates.
+    """
+    steps = list[Tensor]()
     make: Any = causal._get_logits_processor
 
     def select(tokens: Tensor) -> None:  # of the newest distribution, (N, vocabulary)
@@ -120,7 +128,7 @@ def generate_with_logps(trainer: ConstructedTrainer, plain: Callable[[], Any]) -
 
     def read(ids: Tensor, scores: Tensor) -> Tensor:
         select(ids[:, -1])
-        steps.append((scores.float() / trainer.temperature).log_softmax(-1))
+        steps.append((scores.float() / temperature).log_softmax(-1))
         return scores
 
     def add_reader(*given: Any, **options: Any) -> Any:

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,72 +16,73 @@ from vgr_trl.data.images import read_image
 from vgr_trl.data.prompts import format_question, special_tokens, texts_of
 from vgr_trl.engine_check import generate_with_logps
 from vgr_trl.errors import DataError, error_text
+from vgr_trl.passes.run_pass import around_generation
 from vgr_trl.patches.transformers import without_input_gradients
-from vgr_trl.patches.trl import override_sampling, readable_calls
-from vgr_trl.patches.vllm import answers_of_server
-from vgr_trl.patching import patched_attributes
+from vgr_trl.patches.trl import readable_calls
 from vgr_trl.pixel_check import refuse_dropped_images
 from vgr_trl.pixels import image_tensors
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rewards.answers import decode_with_tags
-from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
+from vgr_trl.rollout import Rollout, describe_row
 from vgr_trl.rows import Prompts, Turns
+from vgr_trl.run import Run
+from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.probe import GenerationProbe
 from vgr_trl.views.perturbed_pass import perturb_noisy_prompts, process_images
 
 
 def generate(
-    trainer: ConstructedTrainer,
+    run: Run,
     rollout: Rollout | None,
     prompts: Prompts,
     num_generations: int,
     plain: Callable[[Any, Any, Any, int], Any],
+    *,
+    checks_images: bool,
+    keeps_logps: bool,
 ) -> Any:
     """Generate one turn as TRL's `_generate_single_turn` does; keep the prompts of the rollout's first turn.
 
     Args:
-        trainer: gives model, options and measurements.
+        run: model, options and measurements.
         rollout: the rollout of the batch; None outside of rollouts.
         prompts: prompts of this turn.
         num_generations: completions per prompt; a vLLM server gets the adjacent equal prompts of a group once.
         plain: TRL's method.
-
-    Raises:
-        VLLMServerError: the vLLM server does not answer.
+        checks_images: whether prompts without the placeholders of their images are refused.
+        keeps_logps: whether log-probabilities of `generate` are returned too.
     """
-    model, measurement = trainer.model, trainer.measurement
+    model, measurement, args = run.model, run.measurement, run.args
     first_turn = rollout is not None and rollout.prompts is None
     if rollout is not None and first_turn:
-        if trainer.pixels_unchecked and not rollout.blind:
+        if checks_images and not rollout.blind:
             refuse_dropped_images(prompts, measurement.vision_token_ids)
-        scores_all = measurement.scoring and not (measurement.samples and model.training)
-        if scores_all and not trainer.use_vllm:  # scoring reads the same pixels on the device
+        scores_all = measurement.scoring and not (measurement.samples and run.trains)
+        if scores_all and not args.use_vllm:  # scoring reads the same pixels on the device
             pixels = image_tensors(prompts.fields).get("pixel_values")
-            fields = {} if pixels is None else {"pixel_values": trainer._prepare_input(pixels)}
+            fields = {} if pixels is None else run.to_device({"pixel_values": pixels})
             prompts = replace(prompts, fields={**prompts.fields, **fields})
         rollout.prompts = prompts
-        prompts = perturb_noisy_prompts(trainer, rollout, prompts)
+        prompts = perturb_noisy_prompts(run, rollout, prompts)
         if rollout.noise is not None or rollout.blind:  # prompts differ within a group
             num_generations = 1
-    plain = plain if trainer.batching is None else trainer.batching.generate
     images: Any
     ids, images = prompts.ids, prompts.images
-    if trainer.use_vllm and images is not None:
+    if args.use_vllm and images is not None:
         images = [row or None for row in images]  # TRL reads the first image of every list
+    sample = partial(plain, ids, images, prompts.fields, num_generations)
     with (
-        trainer.clock.stage("generation", model.training),
-        trainer.passes.around_generation(model, counts=model.training),
-        override_sampling(trainer, eval_sampling(trainer.args, model.training)),
-        answers_of_server(trainer) if trainer.use_vllm and trainer.args.vllm_mode == "server" else nullcontext(),
+        run.clock.stage("generation", run.trains),
+        around_generation(run, model),
         without_input_gradients(model),
     ):
-        measures = "attention" in measurement.needed and trainer.args.attention_source == "generate"
+        measures = "attention" in measurement.needed and args.attention_source == "generate"
         if rollout is None or rollout.blind or not (first_turn and measures):
-            return generate_with_logps(trainer, partial(plain, ids, images, prompts.fields, num_generations))
+            return generate_with_logps(causal_model(model), args.temperature, sample) if keeps_logps else sample()
         tokens = {"vision_token_ids": measurement.vision_token_ids, "special_token_ids": measurement.special_token_ids}
-        with GenerationProbe(model, **tokens, temperature=trainer.temperature) as probe:
-            generated = plain(ids, images, prompts.fields, num_generations)
+        with GenerationProbe(model, **tokens, temperature=args.temperature) as probe:
+            generated = sample()
         rollout.generated = RolloutSignals(probe.logps, probe.entropies, probe.mass.mask, probe.mass)
         return generated
 
@@ -93,7 +94,10 @@ def eval_sampling(args: DAPOConfig, training: bool) -> dict[str, float]:
 
 
 def blind_answers(
-    trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]
+    run: Run,
+    rollout: Rollout,
+    completion_ids: list[list[int]],
+    answer: Callable[[list[dict[str, Any]], list[Any]], list[str]],
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Answer questions from the descriptions in completions; return the reward column and metrics.
 
@@ -101,21 +105,22 @@ def blind_answers(
     answers are neither trained on nor counted among the run's tokens.
 
     Args:
-        trainer: generates the answers.
+        run: tokenizer, options and processes.
         rollout: rows of the data.
         completion_ids: tokens of each completion.
+        answer: samples an answer to a conversation about each row.
     """
-    args, accelerator = trainer.args, trainer.accelerator
-    texts = decode_with_tags(trainer._tokenizer, completion_ids, f"<{args.blind_tag}></{args.blind_tag}>")
+    args, gather = run.args, run.accelerator.gather
+    texts = decode_with_tags(run.tokenizer, completion_ids, f"<{args.blind_tag}></{args.blind_tag}>")
     described = [extract_description(text, args.blind_tag, args.blind_without_tag == "completion") for text in texts]
     conversations = [
-        blind_conversation(args.blind_prompt, question_of(row), found or "")
-        for row, found in zip(rollout.rows, described, strict=True)
+        blind_conversation(args.blind_prompt, question_of(row), description or "")
+        for row, description in zip(rollout.rows, described, strict=True)
     ]
-    given = trainer.answer(rollout.rows, conversations)
-    answers = [None if found is None else answer for found, answer in zip(described, given, strict=True)]
-    share = torch.tensor([answer is not None for answer in answers], device=accelerator.device)
-    return {BLIND_ANSWERS: answers}, {"blind/described": accelerator.gather(share).float().mean().item()}
+    sampled = answer(rollout.rows, conversations)
+    answers = [None if text is None else reply for text, reply in zip(described, sampled, strict=True)]
+    share = torch.tensor([reply is not None for reply in answers], device=run.accelerator.device)
+    return {BLIND_ANSWERS: answers}, {"blind/described": gather(share).float().mean().item()}
 
 
 def extract_description(text: str, tag: str, or_all: bool) -> str | None:
@@ -160,39 +165,40 @@ def blind_conversation(template: str, question: str, description: str) -> list[d
 
 
 @contextmanager
-def guarded(trainer: ConstructedTrainer) -> Iterator[None]:
-    """Guard the run in this block against malformed tool calls and results."""
-    processor: Any = trainer.processing_class
-    guard = ToolGuard(special_tokens(processor), processor.image_processor if trainer._is_vlm else None)
-    tools = {
-        kind: [{name: guard.wrap(tool) for name, tool in row.items()} for row in vars(trainer)[kind]]
-        for kind in ("_sync_tool_dicts", "_async_tool_dicts")
-    }
-    with readable_calls(guard.clean), patched_attributes(trainer, **tools):
-        yield
+def guarded(processor: Any, is_vlm: bool, dicts: Sequence[Any]) -> Iterator[list[Any]]:
+    """Guard the run in this block against malformed tool calls and results; yield the tools, guarded.
+
+    Args:
+        processor: processor of the model, or its tokenizer.
+        is_vlm: whether the model reads images.
+        dicts: for each kind of tools and each row, name of a tool -> the tool.
+    """
+    guard = ToolGuard(special_tokens(processor), processor.image_processor if is_vlm else None)
+    with readable_calls(guard.clean):
+        yield [[{name: guard.wrap(tool) for name, tool in row.items()} for row in rows] for rows in dicts]
 
 
-def collect_turns(trainer: ConstructedTrainer, rollout: Rollout, generated: Sequence[Any]) -> Turns:
+def collect_turns(run: Run, rollout: Rollout, generated: Sequence[Any], image_token: int | None) -> Turns:
     """Collect the turns of completions from the return value of TRL's `_generate`.
 
     Where image tokens and images of a row do not match, TRL 1.16 would train on all rows of the process without their
     images (`has_mismatch` in grpo_trainer.py).
 
     Args:
-        trainer: gives the processor and the placeholder token of images.
-        rollout: gives the rows of the data, one per completion.
+        run: processor of the model.
+        rollout: rows of the data, one per completion.
         generated: return value of `_generate`.
+        image_token: placeholder token of images.
 
     Raises:
         DataError: the image tokens of a row do not match its images.
     """
     prompt_ids, completion_ids, own, messages, *_, images, returned = generated
-    processor: Any = trainer.processing_class
     images = [[*(of_row or ())] for of_row in images or [()] * len(own)]
-    fields = process_images(processor, images) if any(returned) and trainer._is_vlm else {}
+    fields = process_images(run.processor, images) if any(returned) and run.facts.is_vlm else {}
     if "image_grid_thw" in fields:
-        lengths = fields["image_grid_thw"].prod(-1) // getattr(processor.image_processor, "merge_size", 2) ** 2
-        wanted, image_token = iter(lengths.tolist()), trainer._image_pad_token_id  # tokens of each image, row by row
+        lengths = fields["image_grid_thw"].prod(-1) // getattr(run.processor.image_processor, "merge_size", 2) ** 2
+        wanted = iter(lengths.tolist())  # tokens of each image, row by row
         for row, prompt, completion, of_row in zip(rollout.rows, prompt_ids, completion_ids, images, strict=True):
             takes, count = sum(next(wanted) for _ in of_row), [*prompt, *completion].count(image_token or -1)
             if count != takes:

@@ -7,7 +7,7 @@ Terms are per token, (N, T), and 0 on invalid tokens: the caller sums and divide
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -22,16 +22,14 @@ from vgr_trl.config import PER_WINDOW, KLKind, LossOptions
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.step_metrics import Totals
 from vgr_trl.options import Checked, option
-from vgr_trl.pixels import joined
 from vgr_trl.registries import call_plugin, declares, loss_terms
-from vgr_trl.rows import scoring_inputs
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.ratios import bounded, visual_dependency
-from vgr_trl.signals.scoring import Head, Purpose, Scores, Want, rest_of
+from vgr_trl.signals.scoring import Head, rest_of
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # verl and EasyR1 read this file without TRL
     from vgr_trl.dapo_config import DAPOConfig
-    from vgr_trl.rollout import ConstructedTrainer, Rollout
+    from vgr_trl.rollout import Rollout
 
 KINDS = get_args(KLKind)
 _LARGEST = 10.0  # of `low_var_kl`
@@ -608,21 +606,25 @@ def gated_distillation_term(passed: TermInputs, options: GatedDistillationOption
     return options.gated_distillation_coef * loss
 
 
-def auxiliary_loss(trainer: "ConstructedTrainer", passed: TermInputs) -> tuple[Tensor | float, dict[str, float]]:
-    """Return the terms of a micro-batch beside TRL's loss, averaged as TRL averages it, and metrics."""
-    args, accelerator, metrics = trainer.args, trainer.accelerator, dict[str, float]()
-    if "perturbed" in trainer.term_needs:
-        scores = _score_perturbed(trainer, passed)
-        passed = replace(passed, perturbed_logps=scores.logps)
-        passed.log("perturbed_entropy", cast("Tensor", scores.entropies))
-    terms = [_compute_term(name, term, passed, args) for name, term in trainer.loss_terms.items()]  # (N, T) each
-    if trainer.args.has_kl_loss:
-        term, metrics = trainer.kl.term(passed)
-        terms.append(term)
-    if not terms:
+def auxiliary_loss(
+    passed: TermInputs, terms: Mapping[str, Any], kl: KLControl, steps: int
+) -> tuple[Tensor | float, dict[str, float]]:
+    """Return the terms of a micro-batch beside TRL's loss, averaged as TRL averages it, and metrics.
+
+    Args:
+        passed: the micro-batch, whose training pass has run.
+        terms: name of a loss term that is on -> its function.
+        kl: the KL to the reference.
+        steps: micro-batches of the current optimizer step.
+    """
+    args, accelerator, metrics = kl.args, kl.accelerator, dict[str, float]()
+    values = [_compute_term(name, term, passed, args) for name, term in terms.items()]  # (N, T) each
+    if args.has_kl_loss:
+        term, metrics = kl.term(passed)
+        values.append(term)
+    if not values:
         return 0.0, metrics
-    steps = trainer.current_gradient_accumulation_steps
-    total = torch.stack(terms).sum(dim=0)  # (N, T)
+    total = torch.stack(values).sum(dim=0)  # (N, T)
     average = average_as_loss(total, passed.mask, passed.batch, args, steps, accelerator.num_processes)
     return average, metrics | passed.totals.metrics(accelerator.gather)
 
@@ -637,12 +639,3 @@ def _compute_term(name: str, function: Any, given: TermInputs, args: LossOptions
     if given.logps.requires_grad and not term.requires_grad and term.any():
         raise DataError(f"The loss term {name} has no gradient, so it trains nothing: compute it from passed.logps.")
     return term
-
-
-def _score_perturbed(trainer: "ConstructedTrainer", passed: TermInputs) -> Scores:
-    """Score a micro-batch with perturbed images, with gradients."""
-    batch = dict(passed.batch)
-    if (pixels := batch.get("perturbed_pixel_values")) is not None:
-        batch["pixel_values"] = joined(pixels)
-    want, model = Want(entropies=True, tokens=passed.scores.mask), cast("nn.Module", passed.model)
-    return trainer.passes.run_pass(model, scoring_inputs(batch), want, purpose=Purpose.VIEW, gradients=True)

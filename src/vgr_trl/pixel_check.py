@@ -10,9 +10,11 @@ from transformers.utils import logging
 from vgr_trl.engine_check import first_group
 from vgr_trl.errors import DataError
 from vgr_trl.metrics.collapse import ENGINE_BOUND
+from vgr_trl.passes.run_pass import score
 from vgr_trl.patching import keep_random_state
-from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.rollout import Rollout
 from vgr_trl.rows import Prompts, scoring_inputs, take_rows
+from vgr_trl.run import Run
 from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.scoring import Want
 from vgr_trl.views.perturbed_pass import inputs_with_other_images
@@ -79,7 +81,7 @@ def compare_logps(
     return PixelUse(int(tokens), changed / max(tokens, 1), largest, *of_engine)
 
 
-def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, float] | None:
+def check_pixel_use(run: Run, rollout: Rollout) -> dict[str, float] | None:
     """Score the first group with an image again given a blank image; log one line, and return metrics.
 
     Every process makes the same passes.
@@ -90,16 +92,14 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
     Raises:
         DataError: no log-probability changes; on every process.
     """
-    batch, accelerator, size = rollout.batch, trainer.accelerator, trainer.completions_per_prompt
-    if trainer.rollout_func is not None:
-        return {}
-    rows, compared = first_group(trainer, rollout)
+    batch, accelerator, size = rollout.batch, run.accelerator, run.completions_per_prompt
+    rows, compared = first_group(rollout, size)
     if not accelerator.gather(compared.sum().view(1)).any():
         return None
     part, inputs, why = take_rows(batch, rows), [], ""
     try:
         blank = partial(perturb_images, name="mask_image", seed=0, step=0)
-        other, _ = inputs_with_other_images(trainer, rollout, rows, blank, size)
+        other, _ = inputs_with_other_images(run, rollout, rows, blank, size)
         inputs = [scoring_inputs(part), other]
     except DataError as error:
         why = f": {error}"
@@ -107,7 +107,7 @@ def check_pixel_use(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, 
         logger.warning_once(f"Skipped the check that the model uses the pixels{why}")
         return {}
     with keep_random_state(accelerator.device):  # separate passes: pixels are not joined
-        logps, blank_logps = (trainer.score(each, Want()).logps.float() for each in inputs)
+        logps, blank_logps = (score(run, given, Want()).logps.float() for given in inputs)
     engine = part.get("sampling_per_token_logps")
     use = compare_logps(logps, blank_logps, engine, compared.to(logps.device), accelerator.gather)
     if use.tokens and use.largest < UNCHANGED:

@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset, Features, IterableDataset, Value
 from peft import PeftConfig
 from transformers.utils import logging
+from trl import GRPOTrainer
 from xxhash import xxh3_128
 
 from vgr_trl.dapo_config import DAPOConfig
@@ -40,7 +41,6 @@ from vgr_trl.patches.transformers import close_group_at_exit, disable_cudnn_atte
 from vgr_trl.patches.trl import let_decoding_compile, suppress_image_tokens
 from vgr_trl.registries import BLIND_ANSWERS, find_measurements, needed_signals
 from vgr_trl.rewards.loading import check_callable, reads_solution
-from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.run_facts import iterate_datasets
 from vgr_trl.validate.options import (
     check_head,
@@ -52,8 +52,13 @@ from vgr_trl.validate.options import (
 logger = logging.get_logger(__name__)
 
 
-def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None) -> None:
+def prepare_trainer(trainer: GRPOTrainer, peft_config: PeftConfig | None, options: Mapping[str, Any]) -> None:
     """Check a constructed trainer, name its rewards apart, and make prompts of its data.
+
+    Args:
+        trainer: constructed.
+        peft_config: adapters that it was given.
+        options: arguments of `apply_chat_template` with which TRL writes prompts.
 
     Raises:
         UnsupportedTRLError: TRL's fused head does not support this device.
@@ -61,22 +66,26 @@ def prepare_trainer(trainer: ConstructedTrainer, peft_config: PeftConfig | None)
             the model is trained, its tokenizer pads on the right, or the data have images that it cannot read.
         DataError: the columns have no known names, or no row can be used.
     """
+    args: Any = trainer.args
     model, processor, processes = trainer.model, trainer.processing_class, trainer.accelerator.num_processes
     close_group_at_exit()
-    refuse_differing_options(trainer.args)
-    give_timeout(trainer.args.ddp_timeout)
+    refuse_differing_options(args)
+    give_timeout(args.ddp_timeout)
     check_head(trainer.accelerator.device)
     suppress_image_tokens(trainer)
-    let_decoding_compile(trainer)
-    if not trainer.args.cudnn_attention and (notice := disable_cudnn_attention()):
+    if not trainer.use_vllm:
+        let_decoding_compile(args, trainer.generation_config, trainer.accelerator)
+    if not args.cudnn_attention and (notice := disable_cudnn_attention()):
         _warn(notice)
     if peft_config is not None:
         refuse_targets_without_module(cast("Any", model))
     refuse_unfit_model(model, processor)
     trainer.reward_func_names = number_rewards(trainer.reward_func_names)
-    require_ending_template(processor, template_options(trainer))
+    require_ending_template(processor, options)
     refuse_differing_data(iterate_datasets(trainer.train_dataset, trainer.eval_dataset), processes)
-    prepare_data(trainer)
+    if trainer.environment_factories is None and trainer.rollout_func is None:  # these make the prompts
+        change = prepare_data(args, trainer.reward_funcs, processor, trainer._is_vlm)
+        trainer.train_dataset, trainer.eval_dataset = change_data(trainer.train_dataset, trainer.eval_dataset, change)
     datasets = [*iterate_datasets(trainer.train_dataset, trainer.eval_dataset)]
     refuse_differing_data(datasets, processes)  # a file may be missing on one machine
     if not trainer._is_vlm:
@@ -96,23 +105,20 @@ def number_rewards(names: Iterable[str]) -> list[str]:
     return unique
 
 
-def template_options(trainer: ConstructedTrainer) -> dict[str, Any]:
-    """Return the arguments of `apply_chat_template` with which TRL writes prompts."""
-    options: dict[str, Any] = {"tools": trainer.tools or None, "chat_template": trainer.chat_template}
-    return options | cast("dict[str, Any]", trainer.chat_template_kwargs)
+def prepare_data(args: DAPOConfig, rewards: Sequence[Any], processor: Any, is_vlm: bool) -> Callable[[Any, str], Any]:
+    """Return the function that makes prompts of rows that are questions; it drops unusable rows, with a warning.
 
+    It raises `DataError` if columns have no known names, or no row can be used.
 
-def prepare_data(trainer: ConstructedTrainer) -> None:
-    """Make prompts of rows that are questions; drop rows that cannot be used, with a warning.
-
-    Raises:
-        DataError: the columns have no known names, or no row can be used.
+    Args:
+        args: options of the run.
+        rewards: reward functions.
+        processor: processor of the model, or its tokenizer.
+        is_vlm: whether the model reads images.
     """
-    if trainer.environment_factories is not None or trainer.rollout_func is not None:
-        return  # these make the prompts
-    special = special_tokens(trainer.processing_class)
-    needs_solution = any(map(reads_solution, trainer.reward_funcs))
-    boxes, context = reads_boxes(trainer.args, trainer.reward_funcs), read_context(trainer.args)
+    special = special_tokens(processor)
+    needs_solution = any(map(reads_solution, rewards))
+    boxes, context = reads_boxes(args, rewards), read_context(args)
 
     def ready(dataset: Any, split: str) -> Any:
         if not isinstance(dataset, Dataset | IterableDataset) or dataset in PREPARED_STREAMS:
@@ -121,7 +127,7 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
             return _drop_bad_rows(dataset, split, special, boxes, context)
         rows = undecoded(dataset.with_format(None))
         first: dict[str, Any] = next(iter(rows), {})
-        in_final_form = isinstance(first.get("prompt"), str if trainer._is_vlm else str | list)
+        in_final_form = isinstance(first.get("prompt"), str if is_vlm else str | list)
         if in_final_form and {*MEDIA}.isdisjoint(first):
             require_columns(rows, split, needs_solution=False)
             return _drop_bad_rows(dataset, split, special, boxes, context) if isinstance(dataset, Dataset) else dataset
@@ -132,21 +138,22 @@ def prepare_data(trainer: ConstructedTrainer) -> None:
         _warn_of_skipped(split, skipped)
         return ready_rows
 
-    change_data(trainer, ready)
+    return ready
 
 
-def change_data(trainer: ConstructedTrainer, change: Callable[[Any, str], Any]) -> None:
-    """Replace the train data and every part of the eval data of a trainer.
+def change_data(train: Any, evaluation: Any, change: Callable[[Any, str], Any]) -> tuple[Any, Any]:
+    """Return the train data and every part of the eval data, changed.
 
     Args:
+        train: train data.
+        evaluation: eval data, by name if there are several; None: there are none.
         change: takes a dataset and its name: `train`, `eval`, or `eval` with the name of the part.
     """
-    trainer.train_dataset, evaluation = change(trainer.train_dataset, "train"), trainer.eval_dataset
+    train = change(train, "train")
     if isinstance(evaluation, dict):
         parts = {name: change(part, f"eval {name}") for name, part in evaluation.items()}
-        trainer.eval_dataset = type(evaluation)(parts)
-    elif evaluation is not None:
-        trainer.eval_dataset = change(evaluation, "eval")
+        return train, type(evaluation)(parts)
+    return train, None if evaluation is None else change(evaluation, "eval")
 
 
 def reads_boxes(args: DAPOConfig, rewards: Iterable[Any]) -> bool:
@@ -211,32 +218,26 @@ def _warn(sentence: str) -> None:
         logger.warning(sentence)
 
 
-def check_data(trainer: ConstructedTrainer, measured_columns: Sequence[str]) -> None:
-    """Refuse rewards and data that cannot be trained with; drop prompts over `max_prompt_length`.
+def check_rewards(rewards: Sequence[Any], datasets: Iterable[Any], measured_columns: Sequence[str]) -> None:
+    """Raise `RewardError` if a reward takes a column that neither the data, if they list theirs, nor a rollout has.
 
     Args:
-        measured_columns: columns that a rollout adds to the data; environments add theirs later.
-
-    Raises:
-        RewardError: a reward takes a column that neither the data, if they list theirs, nor the measurements have.
-        DataError: the train data have fewer rows than a rollout takes prompts.
+        rewards: reward functions.
+        datasets: train and eval data.
+        measured_columns: columns that a rollout adds to the data.
     """
-    if trainer.environment_factories is None and trainer.rollout_func is None:
-        for _, each in iterate_datasets(trainer.train_dataset, trainer.eval_dataset):
-            for reward in trainer.reward_funcs if column_names(each) is not None else ():
-                check_callable(reward, [*each.column_names, *measured_columns])
-    if (limit := trainer.args.max_prompt_length) is not None:
+    for dataset in datasets:
+        for reward in rewards if column_names(dataset) is not None else ():
+            check_callable(reward, [*dataset.column_names, *measured_columns])
 
-        def count_dropped(split: str) -> None:
-            trainer.step_metrics.prompts_too_long += split == "train"
 
-        lengths = PromptLengths(trainer.processing_class, **template_options(trainer))
+def drop_long(lengths: PromptLengths, limit: int, count: Callable[[str], None]) -> Callable[[Any, str], Any]:
+    """Return the function that drops the prompts of a dataset that are over `max_prompt_length`, and counts them."""
+    return lambda dataset, split: drop_long_prompts(dataset, lengths, limit, split, partial(count, split))
 
-        def drop_long(dataset: Any, split: str) -> Any:
-            return drop_long_prompts(dataset, lengths, limit, split, partial(count_dropped, split))
 
-        change_data(trainer, drop_long)
-    data, prompts = trainer.train_dataset, trainer.args.prompts_per_rollout
+def refuse_few_rows(data: Any, prompts: int) -> None:
+    """Raise `DataError` if the train data have fewer rows than a rollout takes prompts."""
     if isinstance(data, Sized) and len(data) < prompts:  # TRL drops the incomplete rollout at the end, here all rows
         problem = f"The train data has {len(data)} rows, but a rollout takes {prompts} prompts"
         raise DataError(f"{problem}: add rows, or lower per_device_train_batch_size or gradient_accumulation_steps.")

@@ -2,82 +2,16 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from trl import GRPOTrainer
 
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.errors import DataError
-from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rows import Placement, Prompts, Turns
-from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal, RolloutSignals
+from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.scoring import Scores
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Measurements of every rollout batch.
-
-    Attributes:
-        needed: name of a measurement -> the first option, reward or rule that needs it. `shift` is the shift of
-            distributions under the perturbation, `views` log-probabilities under perturbations, `regions` attention to
-            the regions of the question, `per_image` attention to each image, `values` values of a critic's head,
-            `blind` answers without the image, `perception` perturbed images for the loss.
-        vision_token_ids: placeholder tokens of images and videos.
-        special_token_ids: tokens that belong to no modality.
-        views: perturbations under which completions are scored.
-        row_views: name of a view of rows under which completions are scored -> its plug-in.
-        teacher_top: number of tokens that the teacher finds most likely, for records and loss terms; 0 for the latter:
-            all.
-        named: signals that options name, or plug-ins read.
-        layers: number of the model's layers with attention; 0 where attention is not measured.
-        samples_curves: whether attention that only metrics read is measured for a sample.
-    """
-
-    needed: Mapping[str, str]
-    vision_token_ids: tuple[int, ...] = ()
-    special_token_ids: tuple[int, ...] = ()
-    views: tuple[str, ...] = ()
-    row_views: Mapping[str, str] = field(default_factory=dict)
-    teacher_top: int = 0
-    named: tuple[NamedSignal, ...] = ()
-    layers: int = 0
-    samples_curves: bool = False
-
-    def needs(self, *names: str) -> bool:
-        """Whether any of these measurements is needed."""
-        return not self.needed.keys().isdisjoint(names)
-
-    @property
-    def head(self) -> bool:
-        """Whether a pass through the model's head is needed, for log-probabilities or entropies."""
-        return self.needs("entropies", "dependency", "shift", "logps")
-
-    @property
-    def scoring(self) -> bool:
-        """Whether a pass over the rollout batch is needed."""
-        return self.head or self.needs("attention", "similarity", "values")
-
-    @property
-    def samples(self) -> bool:
-        """Whether training rollouts are scored for the attention metrics alone, so that a sample is enough."""
-        only_curves = self.needed.get("attention") == "compute_attention_metrics" and not self.named
-        return self.samples_curves and only_curves and not (self.head or self.needs("similarity", "values"))
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that rewards get beside the columns of the data."""
-        of_attention = (*SIGNAL_COLUMNS, "mdi_balance_ratio") if "attention" in self.needed and not self.samples else ()
-        answers = (BLIND_ANSWERS,) if "blind" in self.needed else ()
-        return (*of_attention, *answers, *(signal.name for signal in self.named if not signal.is_late))
-
-
-if TYPE_CHECKING:
-    from vgr_trl.trainer import DAPOTrainer as ConstructedTrainer  # in annotations of the layers below it
-else:
-    ConstructedTrainer = GRPOTrainer
 
 
 @dataclass
@@ -255,13 +189,3 @@ def describe_row(row: Mapping[str, Any]) -> str:
 def weighted_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sums (N,) of rewards (N, F); NaN for a completion that no reward applies to."""
     return (rewards * weights.to(rewards)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
-
-
-def find_completion_maker(trainer: ConstructedTrainer) -> str | None:
-    """Return the first option that is on and adds other text than the policy's to completions, or None."""
-    makers = {
-        "rollout_func": trainer.rollout_func,
-        "environment_factory": trainer.environment_factories,
-        "tools": trainer.tools,
-    }
-    return next((option for option, maker in makers.items() if maker), None)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
+from trl import GRPOTrainer
 
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.read_row import column_names, image_columns
-from vgr_trl.rollout import ConstructedTrainer, find_completion_maker
 from vgr_trl.sharing.report import Feature
 
 
@@ -86,12 +86,19 @@ def iterate_datasets(train: Any, evaluation: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, part) for part in parts if part is not None)
 
 
-def read_facts(trainer: ConstructedTrainer) -> RunFacts:
+def read_facts(trainer: GRPOTrainer) -> RunFacts:
     """Read the facts of a constructed trainer, once its data have prompts."""
-    args, model, state = trainer.args, trainer.model, trainer.accelerator.state
+    args: Any = trainer.args
+    model: Any = trainer.model
+    state = trainer.accelerator.state
     deepspeed = args.deepspeed_plugin if trainer.is_deepspeed_enabled else None
-    datasets, maker = iterate_datasets(trainer.train_dataset, trainer.eval_dataset), find_completion_maker(trainer)
-    prepare: Any = model._prepare_generation_config
+    makers = {
+        "rollout_func": trainer.rollout_func,
+        "environment_factory": trainer.environment_factories,
+        "tools": trainer.tools,
+    }
+    maker = next((option for option, value in makers.items() if value), None)
+    datasets = iterate_datasets(trainer.train_dataset, trainer.eval_dataset)
     return RunFacts(
         args=args,
         model=model,
@@ -103,18 +110,23 @@ def read_facts(trainer: ConstructedTrainer) -> RunFacts:
         train_columns=column_names(trainer.train_dataset),
         has_images=maker in ("environment_factory", "tools")
         or any(column_names(dataset) is None or image_columns(dataset) for _, dataset in datasets),
-        generation={} if trainer.use_vllm else prepare(trainer.generation_config)[0].to_dict(),
+        generation={} if trainer.use_vllm else model._prepare_generation_config(trainer.generation_config)[0].to_dict(),
         has_router_loss=trainer.aux_loss_enabled,
         zero_stage=0 if deepspeed is None else deepspeed.zero_stage,
         fsdp_version=state.fsdp_plugin.fsdp_version if trainer.is_fsdp_enabled else 0,
         compiles=state.dynamo_plugin.backend.value != "NO",
-        own_loss=has_own_loss(trainer),
+        own_loss=has_own_loss(vars(trainer), type(trainer)),
     )
 
 
-def has_own_loss(trainer: ConstructedTrainer) -> bool:
-    """Whether a subclass or a patch has replaced a method of the loss."""
-    dicts = [vars(trainer), *map(vars, type(trainer).__mro__)]
+def has_own_loss(attributes: Mapping[str, Any], kind: type) -> bool:
+    """Whether a subclass or a patch has replaced a method of the loss.
+
+    Args:
+        attributes: attributes of a trainer, in which a patched method stands.
+        kind: class of the trainer.
+    """
+    dicts = [attributes, *map(vars, kind.__mro__)]
     methods = [own[name] for own in dicts for name in ("_compute_loss", "compute_loss") if name in own]
     packages = {getattr(each, "__globals__", {}).get("__name__", "").partition(".")[0] for each in methods}
     return not packages <= {"transformers", "trl", "vgr_trl"}

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import Trainer
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -21,15 +21,25 @@ from vgr_trl.credit import REWARD_FILE_WEIGHTS, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
+from vgr_trl.data.prompts import PromptLengths
 from vgr_trl.engine_check import EngineCheck
 from vgr_trl.errors import ConfigError, RewardError, check_release
-from vgr_trl.generation import TURN_COLUMNS, blind_answers, collect_turns, count_turns, generate, guarded
+from vgr_trl.generation import (
+    TURN_COLUMNS,
+    blind_answers,
+    collect_turns,
+    count_turns,
+    eval_sampling,
+    generate,
+    guarded,
+)
 from vgr_trl.loss import FullKL, KLControl, LossPass, TermInputs, auxiliary_loss
 from vgr_trl.metrics.collapse import CollapseWatch
 from vgr_trl.metrics.step_metrics import StageClock, StepMetrics
-from vgr_trl.passes.adapters import cast_adapters
+from vgr_trl.passes.adapters import adapter_dtype, cast_adapters
+from vgr_trl.passes.loss_mask import Skipping
 from vgr_trl.passes.micro_batches import join_micro_batches, loss_in_parts, plan_shuffle
-from vgr_trl.passes.run_pass import ForwardPasses, refuse_nan
+from vgr_trl.passes.run_pass import run_pass, score
 from vgr_trl.patches.trl import (
     enable_reference_model,
     enlarge_tables,
@@ -50,14 +60,15 @@ from vgr_trl.patches.trl import (
     warn_of_lost_table,
 )
 from vgr_trl.patches.vllm import (
+    answers_of_server,
     forget_with_new_weights,
     name_weights_as_saved,
     naming_unserved_model,
     plan_unexpanded_prompts,
 )
-from vgr_trl.patching import keep_random_state, patched_attribute
+from vgr_trl.patching import keep_random_state, patched_attribute, patched_attributes
 from vgr_trl.pixel_check import check_pixel_use
-from vgr_trl.prepare import check_data, prepare_trainer
+from vgr_trl.prepare import change_data, check_rewards, drop_long, prepare_trainer, refuse_few_rows
 from vgr_trl.processes import initialise_loader
 from vgr_trl.registries import loss_terms
 from vgr_trl.reporting.markdown import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
@@ -73,16 +84,19 @@ from vgr_trl.rollout import (
     weighted_sums,
 )
 from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
-from vgr_trl.run_facts import RunFacts, has_own_loss, read_facts
+from vgr_trl.run import Measurement, Run
+from vgr_trl.run_facts import RunFacts, has_own_loss, iterate_datasets, read_facts
 from vgr_trl.sampling.replay import Replay
-from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, select_groups, warn_of_streak
+from vgr_trl.sampling.zero_variance import FurtherPrompts, GroupSelector, ZeroVarianceStreak
+from vgr_trl.sharing.model_support import base_of, causal_model
+from vgr_trl.sharing.report import SharingReport
+from vgr_trl.sharing.shared_forward import prepare_rows
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Purpose, Scores, Want, policy_is_active
 from vgr_trl.validate.features import announce, plan_dummy_image, plan_features, plan_measurement, plan_vision
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
-from vgr_trl.views.perturbed_pass import record_noise, score_perturbed
-from vgr_trl.vision.feature_cache import images_processed_once
-from vgr_trl.vision.windows import join_windows
+from vgr_trl.views.perturbed_pass import record_noise, score_perturbed, score_perturbed_part
+from vgr_trl.vision import images_processed_once, join_windows
 from vgr_trl.wants import (
     completion_inputs,
     make_signals,
@@ -150,6 +164,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     _logs: dict[str, Any]
     further_prompts: Any = None
     _rollout: Rollout | None = None  # the current one; rollouts may be nested
+    _compares_engine = False  # whether the next training pass is compared with the engine that gave its old ones
     _balances: list[float | None] | None = None  # of the completions that are rewarded
 
     def __init__(
@@ -158,7 +173,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Check release and options before TRL loads a model; check the data once its processor is known."""
         check_release()
         args = validate_config(args, model, options)
-        rewards, self.reward_schedule = plan_rewards(reward_funcs, args, lambda: self.completions_per_prompt)
+        rewards, self.reward_schedule = plan_rewards(reward_funcs, args, lambda: self.run.completions_per_prompt)
         self._loss_pass: LossPass | None = None  # set while TRL computes the loss of a training pass
         self._until_backward: ExitStack | None = None  # closed when the backward pass of a micro-batch has run
         self._rewards_with_nan: set[str] = set()
@@ -171,53 +186,98 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self.beta = args.beta
         self._video_pad_token_id = None  # with tools TRL 1.16 would mark it as a video, and no row has one
         keep_prompts_unpadded(self)
-        prepare_trainer(self, options.get("peft_config"))
+        template: dict[str, Any] = {"tools": self.tools or None, "chat_template": self.chat_template}
+        template |= cast("dict[str, Any]", self.chat_template_kwargs)
+        prepare_trainer(self, options.get("peft_config"), template)
         facts = read_facts(self)
-        self.clock, self.step_metrics = StageClock(), StepMetrics(args, self.accelerator)
-        self.measurement = plan_measurement(facts)
-        check_data(self, [*self.measurement.columns, *(TURN_COLUMNS if self.tools else ())])
-        self._plan_passes(facts)
+        self.step_metrics = StepMetrics(args, self.accelerator)
+        measurement = plan_measurement(facts)
+        self._check_data(facts, measurement, template)
+        self.run = self._plan_run(facts, measurement)
+        self._add_engine()
         self._add_state()
         self._add_callbacks()
-        self.idle_options = find_idle_options(self)
-        announce(self, facts)
+        self.idle_options = find_idle_options(self.run, self.reward_schedule.changes, self.eval_dataset is not None)
+        announce(self.run, self.rows_per_pass, self.idle_options)
 
-    def _plan_passes(self, facts: RunFacts) -> None:
-        """Plan prompt sharing, skipping and vision caching."""
-        refuse_unfit_options(facts, self.measurement.views)
-        self.dummy_image = plan_dummy_image(facts, self.accelerator)
-        self.features = plan_features(facts, self.measurement.needed, self.dummy_image)
-        self.rows_per_pass = join_micro_batches(self)
-        self.vision_cache = plan_vision(facts)
+    def _check_data(self, facts: RunFacts, measurement: Measurement, template: dict[str, Any]) -> None:
+        """Refuse rewards and data that cannot be trained with; drop prompts over `max_prompt_length`."""
+        if facts.completion_maker in (None, "tools"):  # environments add columns later
+            columns = [*measurement.columns, *(TURN_COLUMNS if self.tools else ())]
+            datasets = (data for _, data in iterate_datasets(self.train_dataset, self.eval_dataset))
+            check_rewards(self.reward_funcs, datasets, columns)
+        if (limit := self.args.max_prompt_length) is not None:
+            lengths = PromptLengths(self.processing_class, **template)
+            change = drop_long(lengths, limit, self.step_metrics.count_too_long)
+            self.train_dataset, self.eval_dataset = change_data(self.train_dataset, self.eval_dataset, change)
+        refuse_few_rows(self.train_dataset, self.args.prompts_per_rollout)
+
+    def _plan_run(self, facts: RunFacts, measurement: Measurement) -> Run:
+        """Plan prompt sharing, skipping and vision caching; join micro-batches."""
+        refuse_unfit_options(facts, measurement.views)
+        dummy_image = plan_dummy_image(facts, self.accelerator)
+        features = plan_features(facts, measurement.needed, dummy_image)
+        self.args, self.rows_per_pass = join_micro_batches(self.args, features, self.accelerator)
+        self._train_batch_size = self.args.train_batch_size
         for model in () if self.args.torch_compile else filter(None, (self.model, self.ref_model)):
             join_windows(model)
-        self.is_sharded = facts.is_sharded
-        self.passes = ForwardPasses(self, super()._get_per_token_logps_and_entropies)
-        self.pixels_unchecked = facts.args.check_pixels and facts.is_vlm and facts.has_images
-        batches = self.use_transformers_continuous_batching and self._is_vlm
-        self.batching = ContinuousBatching(self, self.is_sharded) if batches else None
-        self.unexpanded = None
-        if self.use_vllm and self._is_vlm:
-            self.unexpanded = plan_unexpanded_prompts(self)
-            name_weights_as_saved(self)
-            forget_with_new_weights(self)
+        if features.share_training.enabled or features.share_scoring.enabled:
+            prepare_rows(base_of(causal_model(self.model)))
+        return Run(
+            args=self.args,
+            accelerator=self.accelerator,
+            processor=self.processing_class,
+            tokenizer=self._tokenizer,
+            reference=self.ref_model,
+            facts=facts,
+            measurement=measurement,
+            features=features,
+            clock=StageClock(),
+            vision_cache=plan_vision(facts),
+            dummy_image=dummy_image,
+            sharing=SharingReport(),
+            rows_per_chunk=self.rows_per_pass.given,
+            pad_to_multiple_of=self.pad_to_multiple_of or None,
+            end_tokens=frozenset({*self.eos_token_ids, self._tokenizer.pad_token_id}),
+            tokenize=lambda prompts: Prompts(*GRPOTrainer._tokenize_prompts(self, prompts)),
+            to_device=self._prepare_input,
+            plain_pass=super()._get_per_token_logps_and_entropies,
+            get_model=lambda: self.model,
+            get_state=lambda: self.state,
+        )
+
+    def _add_engine(self) -> None:
+        """Plan the check of pixels, and what generation by vLLM or continuous batching needs."""
+        run, facts = self.run, self.run.facts
+        self.pixels_unchecked = (
+            run.args.check_pixels and facts.is_vlm and facts.has_images and facts.completion_maker != "rollout_func"
+        )
+        self.batching = self.unexpanded = None
+        if self.use_transformers_continuous_batching and facts.is_vlm:
+            self.batching = ContinuousBatching(run, self.generation_config, self.continuous_batching_config)
+        if self.use_vllm and facts.is_vlm:
+            self.unexpanded = plan_unexpanded_prompts(self.vllm_generation, self.processing_class)
+            name_weights_as_saved(self.vllm_generation, self.model)
+            forget_with_new_weights(self.vllm_generation)
+        limit = run.args.engine_distance_limit if why_no_engine(run.args) is None else None
+        self.engine_check = EngineCheck(limit) if limit else None
+        # `generate` of transformers, which TRL does not ask for log-probabilities.
+        generates = not (self.use_vllm or run.args.use_transformers_continuous_batching)
+        self.keeps_logps = generates and bool(run.args.cache_implementation) and self.engine_check is not None
 
     def _add_state(self) -> None:
         """Create the state that checkpoints save."""
-        args = self.args
+        args, run = self.args, self.run
         self.zero_variance_streak = ZeroVarianceStreak(args)
-        self.replay = Replay(self) if args.replay_buffer_size > 0 else None
+        self.replay = Replay(run) if args.replay_buffer_size > 0 else None
         if args.dynamic_sampling == "resample":
             enlarge_tables(self._logs, int(args.generation_batch_size or 0) * (1 + args.dynamic_sampling_max_rounds))
             self.further_prompts = FurtherPrompts(self.train_dataset, args.seed, self.shuffle_dataset)
         full = FullKL(self.model, self.ref_model, self.temperature) if args.needs_full_kl else None
         self.kl = KLControl(args, self.accelerator, full)
-        self.critic = Critic(self) if args.uses_critic else None
+        self.critic = Critic(run) if args.uses_critic else None
         self.loss_terms = {name: loss_terms.load(name) for name in args.terms}
-        self.term_needs = frozenset(args.term_needs())
         adaptive = self.kl if self.kl.is_adaptive else None
-        limit = args.engine_distance_limit if why_no_engine(args) is None else None
-        self.engine_check = EngineCheck(limit) if limit else None
         moving = MovingReference(self.accelerator.unwrap_model(self.ref_model)) if args.sync_ref_model else None
         parts = (
             self.replay,
@@ -229,30 +289,32 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             self.engine_check,
         )
         self.resumed = [part for part in parts if part is not None]
+        self.selector = GroupSelector(
+            run,
+            self.replay,
+            self.further_prompts,
+            generate=self.generate_further,
+            greedy_rewards=self.greedy_rewards,
+            metrics=self._metrics["train"],
+            table=self._logs,
+            reward_names=self.reward_func_names,
+        )
 
     def _add_callbacks(self) -> None:
         self.collapse_watch = CollapseWatch(self._metrics["train"], self.named_reward_weights)
-        self.recorder = RolloutRecorder(self)
+        self.recorder = RolloutRecorder(self.run, self.reward_func_names)
         self.termination = SaveOnTermination(self.accelerator)
-        for callback in (self.collapse_watch, self.termination, self.clock):
+        for callback in (self.collapse_watch, self.termination, self.run.clock):
             self.add_callback(callback)
         if self.accelerator.mixed_precision != "fp16":
             self.add_callback(FiniteUpdates(self.accelerator, self.step_metrics))
         guard_trackers(self.callback_handler.callbacks, self.args.metric_names, self.accelerator.num_processes)
         print_lines(self.callback_handler.callbacks)
 
-    def _all_agree(self, answer: bool) -> bool:
-        return bool(self.accelerator.gather(torch.tensor([answer], device=self.accelerator.device)).all())
-
     @property
     def mode(self) -> str:
         """Return `train` or `eval`, as TRL names its metrics."""
         return "train" if self.model.training else "eval"
-
-    @property
-    def completions_per_prompt(self) -> int:
-        """Return G in this mode."""
-        return int(self.num_generations if self.model.training else self.num_generations_eval)
 
     def named_reward_weights(self) -> dict[str, float]:
         """Return the weight of each reward in this step."""
@@ -294,13 +356,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         Raises:
             ConfigError: a method of the loss was replaced after micro-batches were joined.
         """
-        if self.rows_per_pass.joined > 1 and self.args.most_rows_per_pass is None and has_own_loss(self):
+        joins = self.rows_per_pass.joined > 1 and self.args.most_rows_per_pass is None
+        if joins and has_own_loss(vars(self), type(self)):
             raise ConfigError("The loss was replaced after joining micro-batches: give rows_per_pass off or a number.")
         return super().train(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Time the step without its stages, and measure the memory of an update."""
-        with self.clock.stage("update"), ExitStack() as self._until_backward:
+        with self.run.clock.stage("update"), ExitStack() as self._until_backward:
             loss = super().training_step(*args, **kwargs)
         if self.rows_per_pass.memory is not None and self.accelerator.sync_gradients:
             self.rows_per_pass.memory.end_update()
@@ -312,7 +375,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
         Pixels of a prompt are stored once until a micro-batch needs them, unless several iterations do.
         """
-        if (shuffle := plan_shuffle(self)) is None:
+        if (shuffle := plan_shuffle(self.run)) is None:
             return super()._prepare_inputs(generation_batch)
         with shuffle_by(shuffle, joins_pixels=self.num_iterations > 1):
             inputs = super()._prepare_inputs(generation_batch)
@@ -350,12 +413,12 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         text = str(prompts) + ANSWER_TAGS * any(is_from(reward, "vgr_trl") for reward in rewards)
         decode = partial(decode_with_tags, self._tokenizer, text=text)
         keeps_tags = patched_attribute(self.processing_class, "batch_decode", lambda ids, **_: decode(ids))
-        with keeps_tags, guarded(self) if self.tools else nullcontext():
+        with keeps_tags, self._guard_tools() if self.tools else nullcontext():
             generated = super()._generate(prompts)
         if self._rollout is not None:
             self._rollout.sampled = generated[4]
         if self._rollout is not None and self.tools:
-            self._rollout.turns = collect_turns(self, self._rollout, generated)
+            self._rollout.turns = collect_turns(self.run, self._rollout, generated, self._image_pad_token_id)
         return generated
 
     def _generate_single_turn(
@@ -365,13 +428,49 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if kwargs.pop("has_tool_images", False):
             multimodal_fields = mark_turn(self.model, prompt_ids, multimodal_fields)
         plain = super()._generate_single_turn
-        prompts = Prompts(prompt_ids, images, multimodal_fields)
-        return generate(self, self._rollout, prompts, num_generations, lambda *batch: plain(*batch, *args, **kwargs))
+
+        def sample(ids: Any, images: Any, fields: Any, num_generations: int) -> Any:
+            if self.batching is None:
+                return plain(ids, images, fields, num_generations, *args, **kwargs)
+            return self.batching.generate(
+                self.model_wrapped, self.generation_config, self.generation_kwargs, ids, fields
+            )
+
+        is_server = self.use_vllm and self.args.vllm_mode == "server"
+        prompts, rollout = Prompts(prompt_ids, images, multimodal_fields), self._rollout
+        before = None if rollout is None else rollout.noise
+        with (
+            override_sampling(self, eval_sampling(self.args, self.model.training)),
+            answers_of_server(self.vllm_generation, self.state.global_step + 1) if is_server else nullcontext(),
+        ):
+            generated = generate(
+                self.run,
+                rollout,
+                prompts,
+                num_generations,
+                sample,
+                checks_images=self.pixels_unchecked,
+                keeps_logps=self.keeps_logps and self.model.training,
+            )
+        if rollout is not None and rollout.noise is not before and rollout.noise is not None:
+            self._log_completion_extra("noisy", rollout.noise.rows)
+        return generated
+
+    @contextmanager
+    def _guard_tools(self) -> Iterator[None]:
+        """Guard the run in this block against malformed tool calls and results."""
+        names = "_sync_tool_dicts", "_async_tool_dicts"
+        dicts = [vars(self)[name] for name in names]
+        with (
+            guarded(self.processing_class, self._is_vlm, dicts) as tools,
+            patched_attributes(self, **dict(zip(names, tools, strict=True))),
+        ):
+            yield
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         """Score completions, pass signals to rewards as columns, and check returned rewards."""
         rollout = self._rollout
-        with self.clock.stage("reward", self.model.training):
+        with self.run.clock.stage("reward", self.model.training):
             columns = {} if rollout is None else self._columns_for_rewards(rollout, completion_ids_list)
             if rollout is not None and rollout.turns is not None:
                 counts = count_turns(completions, rollout.turns)
@@ -401,21 +500,22 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     def _columns_for_rewards(self, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, list[Any]]:
         columns: dict[str, list[Any]] = {}
-        if "blind" in self.measurement.needed:
-            columns, metrics = blind_answers(self, rollout, completion_ids)
+        run, measurement = self.run, self.run.measurement
+        if "blind" in measurement.needed:
+            columns, metrics = blind_answers(run, rollout, completion_ids, self.answer)
             self._log_metrics(metrics)
             self._show_columns(columns)
-        if not self.measurement.scoring:
+        if not measurement.scoring:
             return columns
-        if rollout.signals is None and self.measurement.samples and self.model.training:
+        if rollout.signals is None and measurement.samples and self.model.training:
             if not rollout.greedy:
-                shown, metrics = measure_sample(self, rollout, completion_ids)
+                shown, metrics = measure_sample(run, rollout, completion_ids)
                 self._show_columns(shown)
                 self._log_metrics(metrics)
             return columns
         if rollout.signals is None:
-            inputs = completion_inputs(self, rollout, completion_ids)
-            reads_pass = self.args.penalises_kl or self.measurement.needs("values", "similarity", "shift")
+            inputs = completion_inputs(run, rollout, completion_ids)
+            reads_pass = self.args.penalises_kl or measurement.needs("values", "similarity", "shift")
             generated = None if reads_pass else rollout.generated
             if generated is not None and rollout.recorded is None:
                 mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
@@ -423,12 +523,12 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             else:
                 with nullcontext() if generated is None else keep_random_state(self.accelerator.device):
                     self._score_rollout(rollout, inputs)
-        measured, metrics = signals_as_columns(self, rollout)
+        measured, metrics = signals_as_columns(run, rollout)
         if "vgr" in measured:
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
         self._log_metrics(metrics)
         # Without readers, attention is for metrics: rewards get as little of it in evaluation as in training.
-        return {**columns, **({} if self.measurement.samples else measured), **self.kl.penalise(rollout)}
+        return {**columns, **({} if measurement.samples else measured), **self.kl.penalise(rollout)}
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Select groups and apply token credit when training, and record the rollout."""
@@ -436,10 +536,10 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         recorded_rows = self.recorder.rows_due(len(inputs))
         with self.new_rollout(inputs, recorded=recorded_rows) as rollout, self._weights_of_mode():
             self.generate_and_score(rollout)
-            recorded = self.recorder.snapshot(rollout)
+            recorded = self.recorder.snapshot(rollout, self.reward_weights)
             if self.model.training:
-                with self.clock.stage("selection"):
-                    self._log_metrics(select_groups(self, rollout))
+                with self.run.clock.stage("selection"):
+                    self._log_metrics(self.selector.select(rollout, self.reward_weights))
                     if self.args.penalises_kl:
                         self._log_metrics(self.kl.update())
                     if self.critic is not None:
@@ -447,10 +547,10 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                     advantages = rollout.batch["advantages"]  # (N,), with a critic (N, T)
                     self._log_metrics(rollout.metrics)
                     if self.args.shapes_advantages:
-                        self._log_metrics(apply_token_credit(self, rollout))
-                    warn_of_streak(self, rollout)
+                        self._log_metrics(apply_token_credit(self.run, rollout))
+                    self.zero_variance_streak.warn(self.run, rollout)
                 self.recorder.add_credit(recorded, rollout, advantages, rollout.batch["advantages"])
-            self.recorder.write(rollout, recorded)
+            self.recorder.write(rollout, recorded, self.reward_weights, self.newest_metrics())
             return split_perturbed_pixels(rollout.batch)
 
     def generate_and_score(self, rollout: Rollout) -> None:
@@ -467,18 +567,18 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             return
         if self.batching is not None and rollout.sampled and (old := batch.get(OLD_LOGPS)) is not None:
             self._log_metrics(self.batching.compare(batch, old, torch.ones_like(old, dtype=torch.bool)))
-        if self.pixels_unchecked and (metrics := check_pixel_use(self, rollout)) is not None:
+        if self.pixels_unchecked and (metrics := check_pixel_use(self.run, rollout)) is not None:
             self.pixels_unchecked = False
             self._log_metrics(metrics)
         if self.engine_check is not None:
-            self._log_metrics(self.engine_check.check(self, rollout))
+            self._log_metrics(self.engine_check.check(self.run, rollout))
         if self.critic is not None:
-            self.critic.value_tokens(rollout)
+            self.critic.value_tokens(rollout, self.reward_weights)
         self.kl.keep_reference(rollout)
-        with self.clock.stage("perturbed"):
-            record_noise(self, rollout)
-            score_perturbed(self, rollout)
-        keep_returned_weights(self, rollout)
+        with self.run.clock.stage("perturbed"):
+            record_noise(self.run, rollout, self.reward_weights)
+            score_perturbed(self.run, rollout)
+        keep_returned_weights(rollout, self.args.token_weights)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -499,17 +599,17 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if of_loss is None or of_loss.passed is not None:  # in a loss of its own, a subclass makes further passes
             purpose = Purpose.EVALUATION if of_loss is None else Purpose.TRAINING
             want = Want(entropies, router_loss=router_loss)
-            scores = self.passes.run_pass(model, inputs, want, purpose=purpose, gradients=torch.is_grad_enabled())
+            scores = run_pass(self.run, model, inputs, want, purpose=purpose, gradients=torch.is_grad_enabled())
             return scores.logps, scores.entropies, scores.router_loss
         batch = of_loss.batch
         want = Want(
             entropies,
-            hidden=self.kl.full is not None or "hidden" in self.term_needs,
+            hidden=self.kl.full is not None or "hidden" in self.run.measurement.term_needs,
             values=None if self.critic is None else self.critic.head,
             router_loss=router_loss,
-            tokens=self.passes.skipping.loss_mask(batch),
+            tokens=Skipping(self.run.features).loss_mask(batch),
         )
-        scores = self.passes.run_pass(model, inputs, want, purpose=Purpose.TRAINING, gradients=torch.is_grad_enabled())
+        scores = run_pass(self.run, model, inputs, want, purpose=Purpose.TRAINING, gradients=torch.is_grad_enabled())
         logps, old, mask = scores.logps, batch.get(OLD_LOGPS), valid_tokens(batch).bool()
         if old is not None:  # constants for tokens without loss, at a ratio of 1
             logps = torch.where(scores.mask, logps, old.to(logps))
@@ -526,16 +626,17 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             inputs = mark_scored_images(model, inputs["input_ids"], inputs)
         if model is self.ref_model or not policy_is_active(model):
             want = Want(entropies, hidden=self.kl.full is not None)
-            rollout.reference = scores = self.score(inputs, want, model, purpose=Purpose.REFERENCE)
+            rollout.reference = scores = score(self.run, inputs, want, model, purpose=Purpose.REFERENCE)
             return scores
-        if self.model.training and self.features.reuse_first_pass.enabled:
+        if self.model.training and self.run.features.reuse_first_pass.enabled:
             return None
-        if self.batching is not None and self.model.training and not (entropies or self.measurement.scoring):
+        if self.batching is not None and self.model.training and not (entropies or self.run.measurement.scoring):
             mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
             if (logps := self.batching.old_logps(rollout, mask)) is not None:
+                self._compares_engine = rollout.noise is None and self.replay is None
                 return Scores(logps, mask)
-        if model is not self.model or not self.measurement.scoring:
-            return self.score(inputs, Want(entropies), model)
+        if model is not self.model or not self.run.measurement.scoring:
+            return score(self.run, inputs, Want(entropies), model)
         if rollout.turns is not None:
             own, _ = pad_rows(rollout.turns.own, 1, "right", self.pad_to_multiple_of)
             inputs["tool_mask"] = own.to(inputs["input_ids"].device)
@@ -546,8 +647,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if not self.model.training:
             return super()._compute_loss(model, inputs)
         if self._until_backward is not None:
-            self._until_backward.enter_context(cast_adapters(model, self.passes.adapter_dtype))
-        return loss_in_parts(self, model, inputs, self._loss_of_part)
+            self._until_backward.enter_context(cast_adapters(model, adapter_dtype(self.accelerator)))
+        return loss_in_parts(self.run, self.rows_per_pass, model, inputs, self._loss_of_part)
 
     def _loss_of_part(self, model: Any, inputs: dict[str, Any], weight: float = 1.0) -> Any:
         """Return the weighted loss of a part of a micro-batch; keep its log-probabilities for later iterations."""
@@ -559,15 +660,27 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             return loss * weight
         measured = passed.logps, self._metrics["train"], passed.scores.mask, passed.scores.rows_run
         self._log_metrics(self.step_metrics.measure(inputs, *measured))
-        if self.batching is not None and OLD_LOGPS not in inputs and "sampling_per_token_logps" in inputs:
-            self._log_metrics(self.batching.compare(inputs, passed.logps, passed.scores.mask))
-        terms, metrics = auxiliary_loss(self, passed)
+        if "sampling_per_token_logps" in inputs and self.batching is not None:
+            if self._compares_engine or OLD_LOGPS not in inputs:
+                distances = self.batching.compare(inputs, passed.logps, passed.scores.mask)
+                self._log_metrics(distances)
+                if self._compares_engine and self.engine_check is not None:
+                    mean = distances["sampling/sampling_logp_difference/mean"]
+                    self._log_metrics(self.engine_check.judge(mean, self.state.global_step + 1))
+            self._compares_engine = False
+        steps = self.current_gradient_accumulation_steps
+        if "perturbed" in self.run.measurement.term_needs:
+            scores = score_perturbed_part(self.run, model, inputs, passed.scores.mask)
+            passed = replace(passed, perturbed_logps=scores.logps)
+            if scores.entropies is not None:
+                passed.log("perturbed_entropy", scores.entropies)
+        terms, metrics = auxiliary_loss(passed, self.loss_terms, self.kl, steps)
         loss = (loss + terms) * weight
         if self.critic is not None:
-            metrics |= self.critic.learn(passed, weight)
+            metrics |= self.critic.learn(passed, weight, steps)
             loss = loss * (self.state.global_step >= self.args.critic_warmup)  # before it the policy stands still
         self._log_metrics(metrics)
-        if self.features.reuse_first_pass.enabled:
+        if self.run.features.reuse_first_pass.enabled:
             inputs.setdefault(OLD_LOGPS, passed.logps.detach())
         return loss
 
@@ -576,8 +689,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         training = self.model.training
         if training and (seconds := sum(times := self._metrics["train"].get("step_time", []))):
             logs |= self.step_metrics.summarise_window(seconds, self.named_reward_weights())
-            logs |= self.passes.metrics() | self.vision_cache.metrics()
-            logs |= self.clock.metrics(self.accelerator, len(times))
+            logs |= self.run.sharing.metrics() | self.run.vision_cache.metrics()
+            logs |= self.run.clock.metrics(self.accelerator, len(times))
         if training:
             self.step_metrics.merge(self._metrics["train"])
         elif prefix := (evaluation_prefix(logs) or "").removeprefix("eval_"):
@@ -587,23 +700,24 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         with (
             patched_attribute(self, "_logs", flatten_conversations(self._logs)),
             keep_training_table(str(self.args.output_dir), self.state.global_step, evaluated),
-            warn_of_lost_table(self, self.mode),
+            warn_of_lost_table(self._metrics[self.mode], self.log_completions),
         ):
             super().log(logs, start_time)
         if training:
             self.collapse_watch.start_window()
         if self.args.log_completions and self.is_world_process_zero():
             remove_oldest_tables(str(self.args.output_dir), self.args.rollout_log_max_megabytes * 1e6)
-        self.recorder.log(logs, self.mode)
+        self.recorder.log(logs, self.mode, self.reward_weights)
 
     def create_model_card(  # type: ignore[override]  # TRL's differs from its parent's
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Write TRL's model card with our tags, rewards, options and the papers to cite."""
         own = [tags] if isinstance(tags, str) else tags or []
-        super().create_model_card(model_name, dataset_name, [*own, *method_tags(self.args, user_rewards(self))])
+        rewards, origin = user_rewards(self.reward_func_names), str(self.model.config._name_or_path or "")
+        super().create_model_card(model_name, dataset_name, [*own, *method_tags(self.args, rewards)])
         if self.is_world_process_zero():
-            extend_card(self, model_name, dataset_name or self.data_source)
+            extend_card(self.args, origin, rewards, model_name, dataset_name or self.data_source)
 
     # What the hooks and the functions they call share
 
@@ -611,41 +725,26 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     def new_rollout(self, rows: list[dict[str, Any]], **options: Any) -> Iterator[Rollout]:
         """Open a new rollout for the hooks in this block; rollouts may be nested."""
         if self._rollout is None:
-            self.vision_cache.clear()
+            self.run.vision_cache.clear()
         first = self.accelerator.process_index * len(rows)
         rollout = Rollout(normalise_image_columns(rows), first, **options)
         with patched_attribute(self, "_rollout", rollout):
             yield rollout
 
-    def score(
-        self, batch: dict[str, Any], want: Want, model: nn.Module | None = None, *, purpose: Purpose = Purpose.ROLLOUT
-    ) -> Scores:
-        """Score completions in chunks, without gradients.
-
-        Args:
-            batch: as `scoring_inputs` returns it.
-            want: quantities to return beside log-probabilities.
-            model: another model to score with, which TRL's scoring can call; None: the policy.
-            purpose: of the pass.
-
-        Raises:
-            NotFiniteError: log-probabilities are NaN.
-        """
-        model = self.model if model is None else model
-        inputs = Trainer._prepare_inputs(self, {name: value for name, value in batch.items() if value is not None})
-        scores = self.passes.run_pass(model, inputs, want, purpose=purpose, gradients=False)
-        refuse_nan(scores.logps, scores.mask, self.state.global_step)
-        return scores
-
     def _score_rollout(self, rollout: Rollout, inputs: dict[str, Any]) -> Scores:
         """Score a rollout, and set its signals."""
-        rollout.scores = scores = self.score(inputs, wanted_scores(self, rollout, inputs))
+        want = wanted_scores(self.run, rollout, inputs)
+        if self.critic is not None:
+            want = replace(want, values=self.critic.head)
+        rollout.scores = scores = score(self.run, inputs, want)
         rollout.signals = make_signals(scores, rollout.generated)
         return scores
 
-    def tokenize(self, prompts: list[Any]) -> Prompts:
-        """Tokenize conversations for generation."""
-        return Prompts(*GRPOTrainer._tokenize_prompts(self, prompts))
+    def generate_further(self, rows: list[dict[str, Any]]) -> Rollout:
+        """Generate, score and reward a rollout of further rows."""
+        with self.new_rollout(rows) as further:
+            self.generate_and_score(further)
+            return further
 
     def greedy_rewards(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor:
         """Return the rewards of a greedy completion of each row, (N of all, F), without logging them."""
@@ -716,15 +815,19 @@ def _repeat(value: float | None, completions: list[Any], **kwargs: Any) -> list[
     return [value] * len(completions)
 
 
-def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
+def keep_returned_weights(rollout: Rollout, token_weights: bool) -> None:
     """Add the token weights that reward files have returned to a rollout's signals.
+
+    Args:
+        rollout: a rewarded rollout.
+        token_weights: whether the option of this name is on.
 
     Raises:
         RewardError: a file has returned weights, but token weights are off.
     """
     returned = rollout.token_weights or []
     missing = torch.tensor([each is None for each in returned], dtype=torch.bool)
-    if trainer.args.token_weights:
+    if token_weights:
         if rollout.signals is not None and returned:  # on all processes, whichever of them have weights
             mask = valid_tokens(rollout.batch)
             weights = stack_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)
@@ -735,18 +838,18 @@ def keep_returned_weights(trainer: DAPOTrainer, rollout: Rollout) -> None:
         raise RewardError(f"A reward file returned token_weights, but token_weights is off: {cure}.")
 
 
-def apply_token_credit(trainer: DAPOTrainer, rollout: Rollout) -> dict[str, float]:
+def apply_token_credit(run: Run, rollout: Rollout) -> dict[str, float]:
     """Turn a rollout's advantages (N,) into (N, T) by the rules of credit; return metrics."""
     signals = rollout.signals or build_unmeasured_signals(valid_tokens(rollout.batch).bool())
     rows, device = len(signals.mask), signals.mask.device
-    first = trainer.accelerator.process_index * rows
+    first = run.accelerator.process_index * rows
     advantages, metrics = shape_advantages(
         rollout.batch["advantages"],
         signals,
-        trainer.args,
+        run.args,
         shaped=rollout.with_gradient.to(device),
-        groups=torch.arange(first, first + rows, device=device) // trainer.completions_per_prompt,
-        gather=trainer.accelerator.gather,
+        groups=torch.arange(first, first + rows, device=device) // run.completions_per_prompt,
+        gather=run.accelerator.gather,
         completion_ids=rollout.batch["completion_ids"],
         weights_of=rollout.credit,
     )

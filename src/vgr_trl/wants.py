@@ -10,10 +10,12 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
+from vgr_trl.passes.run_pass import score
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.patching import keep_random_state
-from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.rollout import Rollout
 from vgr_trl.rows import Prompts, build_scoring_inputs, take_rows
+from vgr_trl.run import Run
 from vgr_trl.signals.named import (
     PER_IMAGE,
     SINGLE_COLUMNS,
@@ -35,44 +37,41 @@ ColumnsAndMetrics = tuple[dict[str, list[Any]], dict[str, float]]
 MOST_KEPT = 2**29  # bytes of attention kept per token on the device; 10 rows of 1,024 tokens of a 7 B model
 
 
-def completion_inputs(trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
+def completion_inputs(run: Run, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
     """Build the inputs of a rollout's scoring pass before TRL builds the batch.
 
     Args:
-        trainer: gives the tokenizer, the vision tokens and the padding.
-        rollout: gives prompts and turns.
+        run: tokenizer, vision tokens and padding.
+        rollout: prompts and turns.
         completion_ids: tokens of each completion.
     """
-    end_tokens = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
     prompts, turns = cast("Prompts", rollout.prompts), rollout.turns
     if turns is not None and turns.fields:
         prompts = replace(prompts, images=turns.images, fields=turns.fields)
     inputs = build_scoring_inputs(
         prompts,
         completion_ids,
-        pad_token_id=trainer._tokenizer.pad_token_id,
-        vision_token_ids=trainer.measurement.vision_token_ids,
-        valid=[ids[-1] in end_tokens for ids in completion_ids] if trainer.args.mask_truncated_completions else None,
+        pad_token_id=run.tokenizer.pad_token_id,
+        vision_token_ids=run.measurement.vision_token_ids,
+        valid=[ids[-1] in run.end_tokens for ids in completion_ids] if run.args.mask_truncated_completions else None,
         own=None if turns is None else turns.own,
-        pad_to_multiple_of=trainer.pad_to_multiple_of or None,
+        pad_to_multiple_of=run.pad_to_multiple_of,
     )
     if turns is not None and turns.fields:
-        inputs = mark_images(trainer.model, inputs["input_ids"], inputs)
+        inputs = mark_images(run.model, inputs["input_ids"], inputs)
     return inputs
 
 
-def wanted_scores(
-    trainer: ConstructedTrainer, rollout: Rollout, inputs: Mapping[str, Any], recorded: Sequence[int] | None = None
-) -> Want:
+def wanted_scores(run: Run, rollout: Rollout, inputs: Mapping[str, Any], recorded: Sequence[int] | None = None) -> Want:
     """Build the `Want` of a rollout's scoring pass from all readers of its signals.
 
     Args:
-        trainer: gives options, measurements, KL and critic.
+        run: options and measurements.
         rollout: the rollout of the batch.
         inputs: inputs of the scoring pass.
         recorded: rows of `inputs` that are recorded; None: the rollout's.
     """
-    args, measurement = trainer.args, trainer.measurement
+    args, measurement = run.args, run.measurement
     ids, length = inputs["input_ids"], inputs["logits_to_keep"]
     attention, reads = None, (args.hidden_similarity_layer, args.hidden_similarity_over)
     similarity = reads if measurement.needs("similarity") else None
@@ -85,7 +84,7 @@ def wanted_scores(
             measurement.vision_token_ids,
             measurement.special_token_ids,
             mass=measures,
-            region=region_mask(trainer, rollout, ids[:, :-length]) if measures else None,
+            region=region_mask(run, rollout, ids[:, :-length]) if measures else None,
             keep_rows=_limit_kept_rows(vision, length * len(late), recorded or rollout.recorded or ()),
             keep_layers=late,
             measure_prompt=rollout.generated is None,
@@ -94,8 +93,7 @@ def wanted_scores(
         )
     return Want(
         entropies=True,
-        hidden=(trainer.kl.full is not None and trainer.args.penalises_kl) or measurement.needs("shift"),
-        values=None if trainer.critic is None else trainer.critic.head,
+        hidden=(args.needs_full_kl and args.penalises_kl) or measurement.needs("shift"),
         attention=attention,
     )
 
@@ -138,34 +136,34 @@ def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals
     return RolloutSignals(logps, entropies, mask, replace(mass, vision=vision, instruction=instruction, mask=mask))
 
 
-def signals_as_columns(trainer: ConstructedTrainer, rollout: Rollout) -> ColumnsAndMetrics:
+def signals_as_columns(run: Run, rollout: Rollout) -> ColumnsAndMetrics:
     """Return the signal columns for rewards, and metrics; add the named signals to those of the rollout."""
-    signals, gather = cast("RolloutSignals", rollout.signals), trainer.accelerator.gather
-    new = add_named(trainer.measurement.named, signals)
+    signals, gather = cast("RolloutSignals", rollout.signals), run.accelerator.gather
+    new = add_named(run.measurement.named, signals)
     columns: dict[str, list[Any]] = {**named_columns(new, signals)}
     metrics = named_metrics(new, signals, gather)
     if signals.attention is None:
         return columns, metrics
     prompt_mass = None if rollout.scores is None else rollout.scores.prompt_attention
-    of_attention, more = attention_columns(trainer, signals.attention, prompt_mass)
-    columns |= of_attention | {"mdi_balance_ratio": [trainer.args.mdi_balance_ratio] * len(rollout.rows)}
+    of_attention, more = attention_columns(run, signals.attention, prompt_mass)
+    columns |= of_attention | {"mdi_balance_ratio": [run.args.mdi_balance_ratio] * len(rollout.rows)}
     if rollout.scores is not None and rollout.scores.per_image is not None:
         columns |= {PER_IMAGE: rollout.scores.per_image}
     return columns, more | metrics
 
 
-def attention_columns(trainer: ConstructedTrainer, mass: Any, prompt_mass: AttentionMass | None) -> ColumnsAndMetrics:
+def attention_columns(run: Run, mass: Any, prompt_mass: AttentionMass | None) -> ColumnsAndMetrics:
     """Return the `SIGNAL_COLUMNS` of completions, and metrics over all processes.
 
     Args:
-        trainer: gives segments of layers, and the ratio of the MDI balance.
+        run: segments of layers, and the ratio of the MDI balance.
         mass: attention of the completions' tokens.
         prompt_mass: attention of the prompts' instruction tokens; None on every process: not measured.
     """
-    segmentation = trainer.args.attention_segments, trainer.args.mdi_balance_ratio
+    segmentation = run.args.attention_segments, run.args.mdi_balance_ratio
     segments = measure_segments(mass, *segmentation)
     of_prompt = None if prompt_mass is None else measure_segments(prompt_mass, *segmentation)
-    return reward_columns(segments), attention_metrics(segments, trainer.accelerator.gather, of_prompt)
+    return reward_columns(segments), attention_metrics(segments, run.accelerator.gather, of_prompt)
 
 
 def choose_sample(rows: int, size: int, first: int, recorded: Sequence[int], draw: int) -> list[int]:
@@ -182,32 +180,32 @@ def choose_sample(rows: int, size: int, first: int, recorded: Sequence[int], dra
     return sorted({*recorded, *(row for row in range(rows) if (first + row) // size == group)})
 
 
-def measure_sample(trainer: ConstructedTrainer, rollout: Rollout, completion_ids: list[list[int]]) -> ColumnsAndMetrics:
+def measure_sample(run: Run, rollout: Rollout, completion_ids: list[list[int]]) -> ColumnsAndMetrics:
     """Measure the attention of a sample of a rollout's rows; return columns, None for other rows, and metrics.
 
     The signals of other rows are NaN. Every process measures equally many rows, because sharded parameters need equally
     many forward calls.
 
     Args:
-        trainer: scores the rows.
+        run: scores the rows.
         rollout: gets the signals and scores.
         completion_ids: tokens of each completion.
     """
-    args, accelerator, count = trainer.args, trainer.accelerator, len(completion_ids)
-    draw = derive_seed(args.seed, trainer.state.global_step, 0)
-    rows = choose_sample(count, trainer.completions_per_prompt, rollout.first, rollout.recorded or (), draw)
+    args, accelerator, count = run.args, run.accelerator, len(completion_ids)
+    draw = derive_seed(args.seed, run.step, 0)
+    rows = choose_sample(count, run.completions_per_prompt, rollout.first, rollout.recorded or (), draw)
     most = int(accelerator.gather(torch.tensor([len(rows)], device=accelerator.device)).max())
     rows = sorted([*rows, *(row for row in range(count) if row not in rows)][:most])
-    inputs = completion_inputs(trainer, rollout, completion_ids)
+    inputs = completion_inputs(run, rollout, completion_ids)
     mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
     part = take_rows(inputs, rows)
     recorded = [rows.index(row) for row in rollout.recorded or ()]
     with keep_random_state(accelerator.device):
-        scores = trainer.score(part, wanted_scores(trainer, rollout, part, recorded))
+        scores = score(run, part, wanted_scores(run, rollout, part, recorded))
     rollout.signals = _spread(make_signals(scores, None), rows, mask)
     maps = {rows[row]: kept for row, kept in (scores.maps or {}).items()}
     rollout.scores = Scores(rollout.signals.logps, rollout.signals.mask, maps=maps)
-    columns, metrics = attention_columns(trainer, scores.attention, scores.prompt_attention)
+    columns, metrics = attention_columns(run, scores.attention, scores.prompt_attention)
     by_row = {name: dict(zip(rows, columns[name], strict=True)) for name in SINGLE_COLUMNS}
     return {name: [*map(values.get, range(count))] for name, values in by_row.items()}, metrics
 

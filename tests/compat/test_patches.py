@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 import torch
 from support.models.families import build
@@ -54,8 +52,7 @@ def test_rounds_become_one_entry():
         "num_tokens": [70.0],
     }  # fmt: skip
     logged = {name: values if name == "num_tokens" else values[:2] for name, values in metrics.items()}
-    trainer = SimpleNamespace(_metrics={"train": logged}, _logs={}, accelerator=SimpleNamespace(num_processes=1))
-    with trl.merge_round_metrics(trainer, 8) as rounds:
+    with trl.merge_round_metrics(logged, {}, completions=8, processes=1) as rounds:
         rounds += [4, 2]
         for name in metrics.keys() - {"num_tokens"}:
             logged[name] += metrics[name][2:]

@@ -46,9 +46,8 @@ def test_prompts_of_gemma_4_are_not_padded():
     assert len(long) - len(short) == 5
 
 
-def trainer_of(processor, generate, mode="colocate") -> SimpleNamespace:
-    vllm, args = SimpleNamespace(generate=generate), SimpleNamespace(vllm_mode=mode)
-    return SimpleNamespace(use_vllm=True, _is_vlm=True, args=args, processing_class=processor, vllm_generation=vllm)
+def colocated(generate) -> SimpleNamespace:
+    return SimpleNamespace(generate=generate, mode="colocate")
 
 
 @pytest.mark.skipif(KEEPS_LESS, reason="Gemma 3 has another placeholder in templates")
@@ -71,29 +70,29 @@ def test_later_turns_continue_the_text_of_earlier_ones(gemma):
         given.extend(prompts)
         return [row], [], [], None
 
-    trainer = trainer_of(gemma, generate)
-    unexpanded = patches.plan_unexpanded_prompts(trainer)
+    vllm = colocated(generate)
+    unexpanded = patches.plan_unexpanded_prompts(vllm, gemma)
     prompt, reply, tool, more = [1, 9, 9, 2], [5], [7, 9, 9, 9, 8], [6, 9]  # the policy may write a placeholder
     unexpanded.texts |= {tuple(prompt): [1, 9, 2], tuple(tool): [7, 9, 8]}
     rows = [prompt, prompt + reply + tool, prompt + reply + tool + more + tool]
     for row in rows:
-        trainer.vllm_generation.generate(prompts=[row], images=[["image"]], num_generations=1, profiler=None)
+        vllm.generate(prompts=[row], images=[["image"]], num_generations=1, profiler=None)
     assert given == [[1, 9, 2], [1, 9, 2, 5, 7, 9, 8], [1, 9, 2, 5, 7, 9, 8, 6, 9, 7, 9, 8]]
 
 
 def test_a_prompt_that_vllm_expands_otherwise_is_refused(gemma):
-    trainer = trainer_of(gemma, lambda prompts, *rest: (prompts, [], [], None))
-    unexpanded = patches.plan_unexpanded_prompts(trainer)
+    vllm = colocated(lambda prompts, *rest: (prompts, [], [], None))
+    unexpanded = patches.plan_unexpanded_prompts(vllm, gemma)
     unexpanded.texts[1, 9, 9] = [1, 9]
     with pytest.raises(ConfigError):
-        trainer.vllm_generation.generate([[1, 9, 9]], [["image"]], 1)
-    assert trainer.vllm_generation.generate([[1, 9, 9]], None, 1)[0] == [[1, 9, 9]]
+        vllm.generate([[1, 9, 9]], [["image"]], 1)
+    assert vllm.generate([[1, 9, 9]], None, 1)[0] == [[1, 9, 9]]
 
 
 def test_releases_of_trl_that_do_it_themselves_give_vllm_what_they_want(gemma, monkeypatch):
-    assert isinstance(patches.plan_unexpanded_prompts(trainer_of(gemma, None)), patches.UnexpandedPrompts)
+    assert isinstance(patches.plan_unexpanded_prompts(colocated(None), gemma), patches.UnexpandedPrompts)
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", lambda self, prompt_ids, vllm_prompt_ids=None: None)
-    assert patches.plan_unexpanded_prompts(trainer_of(gemma, None)) is None
+    assert patches.plan_unexpanded_prompts(colocated(None), gemma) is None
 
 
 class Server:
@@ -112,26 +111,24 @@ class Server:
         return SimpleNamespace(status_code=self.status, json=lambda: answer, text="At most 1\nimage")
 
 
-def served(processor, server) -> SimpleNamespace:
-    """A trainer with TRL's own client of a server."""
+def served(processor, server) -> VLLMGeneration:
+    """TRL's generation by its own client of a server."""
     client, vllm = VLLMClient.__new__(VLLMClient), VLLMGeneration.__new__(VLLMGeneration)
     client.__dict__ |= {"base_url": "http://host:8000", "model": "tiny", "session": server}
     sampling = dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0) | {"top_k": 0, "min_p": None}
     sampling |= {"max_completion_length": 8, "logprobs": 0, "structured_outputs_regex": None, "generation_kwargs": {}}
     accelerator = SimpleNamespace(is_main_process=True, process_index=0)
     vllm.__dict__ |= {"mode": "server", "vllm_client": client, "accelerator": accelerator, **sampling}
-    trainer = trainer_of(processor, None, "server")
-    trainer.vllm_generation = vllm
-    patches.plan_unexpanded_prompts(trainer).texts[1, 9, 9, 9, 9] = [1, 9]
-    return trainer
+    patches.plan_unexpanded_prompts(vllm, processor).texts[1, 9, 9, 9, 9] = [1, 9]
+    return vllm
 
 
 def test_a_server_gets_images_beside_unexpanded_prompts(gemma):
     """Once for a group, as the processor reads transparency; rows without images too."""
-    trainer, image = served(gemma, server := Server()), Image.new("RGBA", (16, 16), (200, 30, 30, 99))
+    vllm, image = served(gemma, server := Server()), Image.new("RGBA", (16, 16), (200, 30, 30, 99))
     rows = [[1, 9, 9, 9, 9]] * 2 + [[1, 2]] * 2
-    with patches.answers_of_server(trainer):
-        read, completions, logps, _ = trainer.vllm_generation.generate(rows, [[image]] * 2 + [None] * 2, 2)
+    with patches.answers_of_server(vllm, 1):
+        read, completions, logps, _ = vllm.generate(rows, [[image]] * 2 + [None] * 2, 2)
     assert (read, completions, logps) == ([[1, 9, 9, 9, 9]] * 2 + [[1, 2]] * 2, [[5]] * 4, [[[-0.5]]] * 4)
     server.asked.sort(key=lambda asked: asked["token_ids"])  # they were asked at a time
     assert [asked["token_ids"] for asked in server.asked] == [[1, 2], [1, 9]]
@@ -150,31 +147,31 @@ def test_a_server_gets_images_beside_unexpanded_prompts(gemma):
     ],
 )
 def test_a_server_that_takes_no_images_beside_tokens_is_named(gemma, given, cure):
-    trainer = served(gemma, Server(**given))
+    vllm = served(gemma, Server(**given))
     with (
         pytest.raises(VLLMServerError, match=f"^The vLLM server at [^ ]+ (takes|refuses).*{cure}"),
-        patches.answers_of_server(trainer),
+        patches.answers_of_server(vllm, 1),
     ):
-        trainer.vllm_generation.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
+        vllm.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
 
 
 def test_images_with_another_number_of_completions_train_nothing(gemma):
-    trainer = served(gemma, Server(choices=[]))
-    with pytest.raises(VLLMServerError), patches.answers_of_server(trainer):
-        trainer.vllm_generation.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
+    vllm = served(gemma, Server(choices=[]))
+    with pytest.raises(VLLMServerError), patches.answers_of_server(vllm, 1):
+        vllm.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
 
 
 def test_a_server_that_expands_otherwise_is_refused(gemma):
-    trainer = served(gemma, Server(prompt_token_ids=[1, 9, 9, 9]))
-    with pytest.raises(ConfigError), patches.answers_of_server(trainer):
-        trainer.vllm_generation.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
+    vllm = served(gemma, Server(prompt_token_ids=[1, 9, 9, 9]))
+    with pytest.raises(ConfigError), patches.answers_of_server(vllm, 1):
+        vllm.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
 
 
 def test_weights_have_the_names_of_a_checkpoint(tmp_path):
     build("llava").save_pretrained(tmp_path)
     saved, model = load_file(tmp_path / "model.safetensors"), build("llava")
     vllm = SimpleNamespace(_iter_named_params=model.named_parameters)
-    patches.name_weights_as_saved(SimpleNamespace(use_vllm=True, _is_vlm=True, model=model, vllm_generation=vllm))
+    patches.name_weights_as_saved(vllm, model)
     sent = dict(vllm._iter_named_params())
     assert sent.keys() == saved.keys() != dict(model.named_parameters()).keys()
     assert all(torch.equal(sent[name], saved[name]) for name in saved)

@@ -10,7 +10,7 @@ from support.trainers import logged
 from text_runs import equal_rewards
 
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.vision.feature_cache import parameters_of_tower, parts_of_tower
+from vgr_trl.vision import parameters_of_tower, parts_of_tower
 
 LORA = {"target_modules": ["q_proj", "v_proj"]}  # no module of the tower is called so
 SIZES = (56, 84, 112)

@@ -42,7 +42,7 @@ def assert_equal_steps(start=START, ours_only=(), **settings):
 def test_steps_of_every_loss(loss):
     """One group has no variance, the other has an advantage for every other completion; credit where it is read."""
     ours = assert_equal_steps(**LOSSES[loss], **TWICE, credit=loss not in WHOLE_COMPLETIONS)
-    assert ours.features.skip_zero_advantage_tokens.enabled == (loss not in WHOLE_COMPLETIONS)
+    assert ours.run.features.skip_zero_advantage_tokens.enabled == (loss not in WHOLE_COMPLETIONS)
     assert min(logged(ours, "skipped/rows")) >= 5  # of 6 without an advantage; a micro-batch of such rows runs one
 
 
@@ -53,7 +53,7 @@ def test_steps_of_adapters(name):
     ours = assert_equal_steps(whole_parameters(build(True, **settings)), **settings)
     assert (min(logged(ours, "skipped/rows")) > 0) == ("beta" not in settings)
     for feature in ("share_generation", "share_scoring", "share_training", "skip_padding"):
-        assert getattr(ours.features, feature).enabled == (name not in READ_WHOLE_ROWS)
+        assert getattr(ours.run.features, feature).enabled == (name not in READ_WHOLE_ROWS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -65,14 +65,14 @@ def test_steps_with_other_options(case):
 @pytest.mark.parametrize("option", READ)
 def test_nothing_is_left_out_that_another_term_reads(option):
     ours = assert_equal_steps(**{option: READ[option]})
-    assert str(ours.features.skip_zero_advantage) == f"off ({option} reads all tokens)"
+    assert str(ours.run.features.skip_zero_advantage) == f"off ({option} reads all tokens)"
     assert sum(logged(ours, "skipped/rows") + logged(ours, "skipped/tokens")) == 0
 
 
 @pytest.mark.parametrize("option", COMPARED)
 def test_whole_completions_run_where_they_are_compared(option):
     ours = assert_equal_steps(**{option: COMPARED[option]}, **TWICE)
-    assert f"skip_zero_advantage: on; skip_zero_advantage_tokens: off ({option}" in str(ours.features)
+    assert f"skip_zero_advantage: on; skip_zero_advantage_tokens: off ({option}" in str(ours.run.features)
     assert min(logged(ours, "skipped/rows")) >= 5
 
 
@@ -108,7 +108,7 @@ def test_micro_batches_in_parts(loss):
 def test_old_log_probabilities_of_the_first_pass():
     with computed_tokens(False) as scoring:
         ours = train(False, **TWICE)
-    assert ours.features.reuse_first_pass.enabled
+    assert ours.run.features.reuse_first_pass.enabled
     assert scoring == []
     kl = logged(ours, "approx_kl")
     assert kl[0] == kl[2] == 0

@@ -16,10 +16,14 @@ from support.models.families import FAMILIES, OTHERS, build, make_batch, with_fr
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of
 from vgr_trl.validate.features import plan_vision
-from vgr_trl.vision.dummy_image import add_zero_features
-from vgr_trl.vision.feature_cache import FAMILIES as TYPES
-from vgr_trl.vision.feature_cache import VisionCache, images_processed_once, parts_of_tower
-from vgr_trl.vision.windows import join_windows
+from vgr_trl.vision import FAMILIES as TYPES
+from vgr_trl.vision import (
+    VisionCache,
+    add_zero_features,
+    images_processed_once,
+    join_windows,
+    parts_of_tower,
+)
 
 SQUARE = {"height": 16, "width": 16}
 CROPS = {"pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2}

@@ -59,7 +59,7 @@ def trainer_of(kind: str, case: Case, data: tuple[str, str], output: Path, **cha
     trainer.model.generate = generate_by_prompt(trainer)
     if kind in engines.SHARDED and trainer.accelerator.num_processes > 1:
         # the model itself cannot generate for rows with and without images there
-        trainer.dummy_image._refuse_uneven = lambda inputs: None
+        trainer.run.dummy_image._refuse_uneven = lambda inputs: None
     return trainer
 
 

@@ -27,7 +27,7 @@ from support.launching import held_port
 from support.trainers import config, letters_reward, prompts, vision_trainer, whole_parameters
 from transformers import TrainerCallback
 
-from vgr_trl.checkpoints import lacks_final_model_only, load_trained, resolve_checkpoint
+from vgr_trl.checkpoints import resolve_checkpoint
 
 KILLED = 137
 STEPS = 2
@@ -54,10 +54,10 @@ def train(data: tuple[str, str], kind: str, replay: int) -> None:
     trainer = vision_trainer(data[0], letters_reward, options, prompts(data[1]), model=data[0])
     trainer.add_callback(Begin())
     checkpoint = resolve_checkpoint("latest", Path("out"))
-    lacks_its_model = lacks_final_model_only(trainer, checkpoint, STEPS, Path("out", "last"))
+    lacks_its_model = trainer.lacks_final_model_only(checkpoint, STEPS, Path("out", "last"))
     trainer.accelerator.wait_for_everyone()  # all have looked for it
     if lacks_its_model:
-        load_trained(trainer, checkpoint)
+        trainer.load_trained(checkpoint)
         Path("began").write_text(str(STEPS))
     else:
         trainer.train(resume_from_checkpoint=checkpoint)

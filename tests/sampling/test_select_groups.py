@@ -9,7 +9,7 @@ from support.trainers import letters_reward, logged
 from vgr_trl.advantages import estimate_advantages
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.rollout import Rollout
-from vgr_trl.sampling.zero_variance import find_zero_variance, prompt_key, select_groups
+from vgr_trl.sampling.zero_variance import GroupSelector, prompt_key
 
 
 def coarse_reward(completions, **kwargs):
@@ -43,15 +43,15 @@ def trained_batches(trainer):
 def on_choice(monkeypatch):
     def watch(see):
         """Keep what `see` makes of the advantages before groups are selected, and of the rollout after it."""
-        kept = []
+        kept, select = [], GroupSelector.select
 
-        def selecting(trainer, rollout):
+        def selecting(selector, rollout, weights):
             before = rollout.batch["advantages"]
-            metrics = select_groups(trainer, rollout)
+            metrics = select(selector, rollout, weights)
             kept.append(see(before, rollout))
             return metrics
 
-        monkeypatch.setattr("vgr_trl.trainer.select_groups", selecting)
+        monkeypatch.setattr(GroupSelector, "select", selecting)
         return kept
 
     return watch
@@ -157,7 +157,7 @@ def test_quantiles_are_those_of_the_first_round(make):
         rollout.rewards = torch.tensor(values)[:, None]
         with pytest.raises(AttributeError, match=r"Rollout\.rewards is set already"):
             rollout.rewards = rollout.rewards
-        return find_zero_variance(trainer, rollout, bounds)
+        return trainer.selector.find_zero_variance(rollout, trainer.reward_weights, bounds)
 
     first = found([0.0, 0.0, 0.0, 0.4, 0.0, 0.8, 1.0, 1.0])
     assert first.filtered == [0, 1]

@@ -42,9 +42,9 @@ def test_what_is_filtered_by():
     assert filter_index("accuracy", ["blind_accuracy_reward", "accuracy_reward"]) == 1, "its exact name goes first"
 
 
-def streak(**changed):
-    defaults = {"steps_per_generation": 1, "num_iterations": 1, "gradient_accumulation_steps": 1}
-    return ZeroVarianceStreak(SimpleNamespace(replay_buffer_size=0, online_filtering=True, **defaults | changed))
+def streak(steps_per_rollout=1):
+    options = {"replay_buffer_size": 0, "online_filtering": True, "steps_per_rollout": steps_per_rollout}
+    return ZeroVarianceStreak(SimpleNamespace(**options))
 
 
 def warned(counter, kept):
@@ -54,10 +54,10 @@ def warned(counter, kept):
 
 @pytest.mark.parametrize(
     ("served", "expected"),
-    [({}, [9, 17]), ({"steps_per_generation": 2}, [2, 7, 15]), ({"num_iterations": 5}, [0, 5, 13])],
+    [(1, [9, 17]), (0.5, [9, 17]), (2, [2, 7, 15]), (5, [0, 5, 13])],
 )
 def test_a_streak_of_five_steps_is_warned_of_once(served, expected):
-    assert warned(streak(**served), [0] * 4 + [1] + [0] * 7 + [2] + [0] * 5) == expected
+    assert warned(streak(served), [0] * 4 + [1] + [0] * 7 + [2] + [0] * 5) == expected
 
 
 def test_a_streak_goes_on_after_a_resume(tmp_path):

@@ -31,8 +31,8 @@ def test_updates_are_the_same_to_the_bit_with_fewer_casts(changed, vision, image
             DAPO, copy.deepcopy(vision[0]), vision[1], image_rows, options(tmp_path, bf16=True, **changed),
             peft_config=LoraConfig(**LORA),
         )  # fmt: skip
-        assert trainer.passes.adapter_dtype == torch.bfloat16
-        trainer.passes.adapter_dtype = dtype
+        assert adapters.adapter_dtype(trainer.accelerator) == torch.bfloat16
+        monkeypatch.setattr("vgr_trl.trainer.adapter_dtype", lambda accelerator, dtype=dtype: dtype)
         step, counts = trainer.training_step, Casts()
 
         def counted(*args, step=step, counts=counts, **kwargs):

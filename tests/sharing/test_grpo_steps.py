@@ -38,8 +38,8 @@ def test_steps_of_every_loss(loss, vision, image_rows, tmp_path):
     stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, **LOSSES[loss], **TWICE))
     assert_equal_steps(vision, stock, ours)
     assert ours.places["scoring"].prompts_per_row == 1 / 4
-    assert ours.features.regroup.enabled == (loss != "bnpo")
-    if ours.features.regroup.enabled:
+    assert ours.run.features.regroup.enabled == (loss != "bnpo")
+    if ours.run.features.regroup.enabled:
         assert ours.places["training"].prompts_per_row == 1 / 4
         assert logged(ours, "sharing/prompts_per_row") == [1 / 4] * 3
 
@@ -58,8 +58,8 @@ def test_steps_of_an_adapter_with_a_reference_in_small_checkpointed_micro_batche
 def test_steps_with_other_options(case, vision, image_rows, tmp_path):
     stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, **CASES[case]), skip_zero_advantage="off")
     assert_equal_steps(vision, stock, ours)
-    assert ours.features.regroup.enabled == (case not in NOT_REGROUPED)
-    if ours.features.regroup.enabled:
+    assert ours.run.features.regroup.enabled == (case not in NOT_REGROUPED)
+    if ours.run.features.regroup.enabled:
         assert ours.places["training"].prompts_per_row == 1 / 4
 
 
@@ -83,7 +83,7 @@ def test_passes_are_shared_whatever_wrote_the_completions(vision, image_rows, tm
     in_place_of_vllm(monkeypatch, lengths=(4, 9), stock=True)
     stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, use_vllm=True))
     assert_same_steps(vision[0], ours, stock)
-    assert str(ours.features.share_generation) == "off (vLLM shares prompts itself)"
+    assert str(ours.run.features.share_generation) == "off (vLLM shares prompts itself)"
     assert ours.places["generation"].rows == 0
     assert ours.places["scoring"].prompts_per_row == ours.places["training"].prompts_per_row == 1 / 4
     ratios = [entry["sampling/importance_sampling_ratio/mean"] for entry in ours.state.log_history[:-1]]

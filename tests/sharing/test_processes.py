@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.vision.feature_cache import VisionCache
+from vgr_trl.vision import VisionCache
 
 
 def all_agree(mine: bool) -> bool:

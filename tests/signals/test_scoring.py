@@ -9,6 +9,7 @@ from support.models.eager_reference import SPECIAL_IDS, VISION_IDS, difference, 
 from support.models.families import FAMILIES, OTHERS, build, make_batch
 
 from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.passes import run_pass
 from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, RolloutScorer
 from vgr_trl.signals.probe import SimilarityProbe, cosine_similarity
@@ -172,7 +173,7 @@ def test_completions_do_not_see_their_future(paligemma, text_trainer):
         )
     assert (logps - expected)[mask[:, -12:].bool()].abs().max() < 1e-5
     given = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": 12, "token_type_ids": torch.zeros_like(ids)}
-    logps = trainer.score(given | inputs, Want(), model).logps  # as rewards and perturbed views are scored
+    logps = run_pass.score(trainer.run, given | inputs, Want(), model).logps  # as rewards and views are scored
     assert (logps - expected)[mask[:, -12:].bool()].abs().max() < 1e-5
 
 

@@ -13,10 +13,14 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
+from vgr_trl import trainer as trainer_module
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import prepare_rows
+from vgr_trl.passes import run_pass
+from vgr_trl.patching import patched_attribute
 from vgr_trl.rows import scoring_inputs
 from vgr_trl.trainer import DAPOTrainer
+from vgr_trl.views import perturbed_pass
 
 OPTIONS = {
     "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 8,
@@ -112,17 +116,17 @@ def emitted(model, inputs, output="logits"):
 @contextmanager
 def scored_passes(trainer):
     """The log-probabilities of each pass over completions in this block, which keep their gradients."""
-    found, run_pass = [], trainer.passes.run_pass
+    found, plain = [], run_pass.run_pass
 
     def keep(*args, **kwargs):
-        scores = run_pass(*args, **kwargs)
+        scores = plain(*args, **kwargs)
         found.append(scores.logps)
         found[-1].retain_grad()
         return scores
 
-    trainer.passes.run_pass = keep
-    yield found
-    trainer.passes.run_pass = run_pass
+    of_loss = patched_attribute(trainer_module, "run_pass", keep)
+    with of_loss, patched_attribute(perturbed_pass, "run_pass", keep):
+        yield found
 
 
 replace_missing_head()

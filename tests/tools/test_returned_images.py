@@ -91,7 +91,7 @@ def test_vllm_reads_returned_images(make, monkeypatch):
 
     vllm.llm.llm_engine.model_config = SimpleNamespace(max_model_len=4096)
     monkeypatch.setattr(vllm, "generate", generate)
-    trainer.unexpanded = plan_unexpanded_prompts(trainer)
+    trainer.unexpanded = plan_unexpanded_prompts(vllm, trainer.processing_class)
     batch, other = (each._generate_and_score_completions(begin(each)) for each in (trainer, plain))
     assert seen == [[1] * 8, [2, 2, 2] * 2, [3] * 2]
     for name in ("prompt_ids", "completion_ids", "tool_mask", "pixel_values"):

@@ -17,6 +17,7 @@ from support.vllm import Engine, engine_in_place_of_vllm
 
 from vgr_trl.engine_check import EngineCheck, engine_distance
 from vgr_trl.errors import EngineError
+from vgr_trl.passes import run_pass
 from vgr_trl.patching import patched_attribute, patched_attributes
 from vgr_trl.rows import pad_rows
 from vgr_trl.trainer import DAPOTrainer
@@ -262,13 +263,13 @@ def test_every_engine_that_returns_log_probabilities_is_compared(model_folder, q
     static.train()
     engine_in_place_of_vllm(monkeypatch)
     unscored = make(use_vllm=True, vllm_importance_sampling_correction=False, **options)
-    with patch.object(unscored, "score", wraps=unscored.score) as score:
+    with patch("vgr_trl.engine_check.score", wraps=run_pass.score) as score:
         unscored.train()
     for trainer in (static, unscored):
         distances = logged(trainer, "engine/distance")
         assert len(distances) == 2
         assert max(distances) < 1e-5
-    assert [len(call.args[0]["input_ids"]) for call in score.call_args_list] == [4, 4]
+    assert [len(call.args[1]["input_ids"]) for call in score.call_args_list] == [4, 4]
 
 
 def wrong_in_the_second_process(model_folder, rows):

@@ -27,9 +27,9 @@ def test_half_of_an_image_is_half_of_its_tokens(make, monkeypatch):
     run, found = make([[0.0, 0.0, 1.0, 0.5], None], signals=["region_focus"]), []
     of_rollout = wants.region_mask
 
-    def noted(trainer, rollout, prompt_ids):
-        vision = torch.isin(prompt_ids, torch.tensor(trainer.measurement.vision_token_ids))
-        region = of_rollout(trainer, rollout, prompt_ids)
+    def noted(run, rollout, prompt_ids):
+        vision = torch.isin(prompt_ids, torch.tensor(run.measurement.vision_token_ids))
+        region = of_rollout(run, rollout, prompt_ids)
         found.extend((row["bbox"], own[seen]) for row, own, seen in zip(rollout.rows, region, vision, strict=True))
         return region
 

@@ -8,6 +8,7 @@ from support.trainers import emitted, logged, tiny_model
 from transformers import TrainerCallback
 
 from vgr_trl import registries
+from vgr_trl.passes import run_pass
 from vgr_trl.reporting.records import read_run
 from vgr_trl.signals import scoring
 from vgr_trl.signals.named import columns_to_signals, signals_to_columns
@@ -23,8 +24,8 @@ HINT = "the circle is red"
 def rollout_of(run, monkeypatch, then=lambda: None):
     found = []
 
-    def measured(trainer, rollout):
-        score_perturbed(trainer, rollout)
+    def measured(run, rollout):
+        score_perturbed(run, rollout)
         then()
         found.append(copy(rollout))
 
@@ -33,11 +34,14 @@ def rollout_of(run, monkeypatch, then=lambda: None):
     return found[0]
 
 
-def noted_passes(run, monkeypatch):
-    passes, score = [], run.score
-    monkeypatch.setattr(
-        run, "score", lambda inputs, *more, **given: passes.append(inputs) or score(inputs, *more, **given)
-    )
+def noted_passes(monkeypatch):
+    passes, plain = [], run_pass.run_pass
+
+    def noted(run, model, batch, *more, **given):
+        passes.append(batch)
+        return plain(run, model, batch, *more, **given)
+
+    monkeypatch.setattr(run_pass, "run_pass", noted)
     return passes
 
 
@@ -67,7 +71,7 @@ def test_the_question_without_its_image(share, over, vision_trainer, monkeypatch
         perturbation="remove_image", further_perturbations=["gaussian_blur"], learning_rate=0.0,
         dependency_over=over,
     )  # fmt: skip
-    passes = noted_passes(run, monkeypatch)
+    passes = noted_passes(monkeypatch)
     rollout = rollout_of(run, monkeypatch)
     signals = rollout.signals
     expected = asked_without_images(run, rollout)
@@ -99,7 +103,7 @@ def test_the_shift_of_distributions_is_that_of_plain_logits(changed, vision_trai
         max_steps=1, credit_rules=["vepo"], perturbation="mask_image", learning_rate=0.0,
         temperature=0.7, compute_attention_metrics=False, **changed,
     )  # fmt: skip
-    passes = noted_passes(run, monkeypatch)
+    passes = noted_passes(monkeypatch)
     signals = rollout_of(run, monkeypatch).signals
     first, second = (logits_of(run, passed) for passed in (passes[0], passes[-1]))
     second = second[: len(first)]  # those under the second perturbation stand behind
@@ -176,7 +180,7 @@ def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_f
         teacher_view="closer", credit_rules=["rlsd", "distil"], share_prompts=share, perturbation="gaussian_blur",
         signals=["stability"], further_perturbations=["mask_image"], shuffle_dataset=False, rollout_log_steps=1,
     )  # fmt: skip
-    passes, computed = noted_passes(run, monkeypatch), {"tokens": 0, "patches": 0}
+    passes, computed = noted_passes(monkeypatch), {"tokens": 0, "patches": 0}
 
     def count(name, layer, args, kwargs):
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -237,8 +241,8 @@ def test_the_reference_teaches(adapts, closer, vision_trainer, model_folder, mon
         teacher_weights="reference", peft_config=LoraConfig(target_modules=["q_proj"]) if adapts else None,
     )  # fmt: skip
 
-    def measured(trainer, rollout):
-        score_perturbed(trainer, rollout)
+    def measured(run, rollout):
+        score_perturbed(run, rollout)
         seen.append(copy(rollout))
 
     monkeypatch.setattr("vgr_trl.trainer.score_perturbed", measured)

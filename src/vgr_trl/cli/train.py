@@ -8,7 +8,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import fields
@@ -30,8 +30,6 @@ from vgr_trl.callbacks.trackers import format_duration, progress_lines
 from vgr_trl.checkpoints import (
     TRACES,
     how_to_go_on,
-    lacks_final_model_only,
-    load_trained,
     lock_folder,
     refuse_finished,
     resolve_checkpoint,
@@ -121,7 +119,7 @@ def train(
         trainer = build()
     trainer.data_source = source_name(data)
     metrics_file, steps, is_main = output_dir / METRICS, total_steps(trainer), trainer.accelerator.is_main_process
-    is_trained = lacks_final_model_only(trainer, checkpoint, steps, metrics_file)  # metrics are written last
+    is_trained = trainer.lacks_final_model_only(checkpoint, steps, metrics_file)  # metrics are written last
     if not is_trained:
         refuse_finished(checkpoint, steps)
     before = RecordBeforeTraining(trainer)
@@ -131,7 +129,7 @@ def train(
         print_plan(describe_run(trainer, source_name(data), checkpoint, verbose, identity["recipe"]))
     trainer.accelerator.wait_for_everyone()  # every process has checked for the metrics file
     if is_trained:
-        load_trained(trainer, str(checkpoint))
+        trainer.load_trained(str(checkpoint))
     else:
         metrics_file.unlink(missing_ok=True)
         try:
@@ -405,23 +403,23 @@ def describe_run(
     trained = f"{sum(size for size, trains in sizes if trains):,} of {sum(size for size, _ in sizes):,} parameters"
     data = f"training {count_rows(trainer.train_dataset)}, evaluation {count_rows(trainer.eval_dataset)}"
     per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
-    uses = steps_per_rollout(args)
+    uses = args.steps_per_rollout
     rollout = f"{args.prompts_per_rollout} prompts x {args.num_generations} completions = {args.generation_batch_size}"
     saved = f"a checkpoint every {args.save_steps:g} steps" if args.save_strategy == "steps" else "the model at the end"
     before = args.eval_batch_size * trainer.accelerator.num_processes
-    starts = checkpoint is None and needs_record_before_training(trainer)
+    starts = checkpoint is None and needs_record_before_training(args, trainer.eval_dataset)
     step = f"each rollout ({rollout}) is used for {uses:g} step{'s' * (uses != 1)}"
     rows: list[tuple[str, Any]] = [
         ("model", f"{model.config._name_or_path or type(model).__name__} ({type(model).__name__}), trains {trained}"),
         ("processes", describe_processes(trainer.accelerator)),
         ("data", f"{source}: {data}"),
         ("recipe", recipe),
-        ("rewards", _format_rewards(trainer)),
+        ("rewards", _format_rewards(trainer.named_reward_weights(), args.early_reward_weights)),
         ("options", _format_options(args, [*PLAN_OPTIONS, *["metric_for_best_model"] * args.load_best_model_at_end])),
         ("tools", ", ".join(tool.__name__ for tool in trainer.tools)),
         ("changed", _format_options(args, switched_on)),
-        ("passes", verbose and str(trainer.features)),
-        ("images", verbose and str(trainer.vision_cache)),
+        ("passes", verbose and str(trainer.run.features)),
+        ("images", verbose and str(trainer.run.vision_cache)),
         *(("without effect", verbose and f"{_format_options(args, [name])}: {why}") for name, why in idle.items()),
         ("at step 0", starts and f"{before} evaluation completions and their rewards are recorded for the report"),
         ("steps", f"{total_steps(trainer)} steps of {per_step} completions; {step}"),
@@ -464,20 +462,15 @@ def count_rows(dataset: Any) -> str:
     return "none" if dataset is None else f"{len(dataset):,} rows" if isinstance(dataset, Sized) else "a stream"
 
 
-def _format_rewards(trainer: DAPOTrainer) -> str:
-    early: Sequence[float | None] = trainer.args.early_reward_weights or [None] * len(trainer.reward_func_names)
-    weights = zip(trainer.reward_func_names, trainer.reward_weights.tolist(), early, strict=True)
+def _format_rewards(weights_by_name: Mapping[str, float], early_weights: Sequence[float] | None) -> str:
+    early: Sequence[float | None] = early_weights or [None] * len(weights_by_name)
+    weights = zip(weights_by_name, weights_by_name.values(), early, strict=True)
     return ", ".join(f"{name} x {late:g}{'' if one is None else f' (early {one:g})'}" for name, late, one in weights)
 
 
 def _format_options(args: DAPOConfig, names: Iterable[str]) -> str:
     values = {name: vars(args)[name] for name in names}
     return ", ".join(f"{name}={each.value if isinstance(each, Enum) else each}" for name, each in values.items())
-
-
-def steps_per_rollout(config: DAPOConfig) -> float:
-    """Return how many optimizer steps use a rollout."""
-    return (config.steps_per_generation or 1) * config.num_iterations / config.gradient_accumulation_steps
 
 
 DRY_RUN_PROMPTS = 3
@@ -515,7 +508,7 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], h
     small, steps = int(config.generation_batch_size or 1), whole.max_steps
     if steps <= 0:
         rows = len(trainer.train_dataset)
-        steps = int(whole.num_train_epochs * (rows // whole.prompts_per_rollout) * steps_per_rollout(whole))
+        steps = int(whole.num_train_epochs * (rows // whole.prompts_per_rollout) * whole.steps_per_rollout)
     where, peak = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     if torch.cuda.is_available():
         memory = trainer.rows_per_pass.memory  # has reset the peak

@@ -72,6 +72,10 @@ class StepMetrics:
         by_completion = args.importance_sampling_level == "sequence" and not has_token_advantages
         self._means = ("entropy",) if by_completion else ("entropy", *_RATIO_MEANS)  # TRL's means
 
+    def count_too_long(self, split: str) -> None:
+        """Count a skipped prompt of a stream; those of the eval data do not count."""
+        self.prompts_too_long += split == "train"
+
     def measure(
         self,
         inputs: Mapping[str, Any],

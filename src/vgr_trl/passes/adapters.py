@@ -6,9 +6,22 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator, DistributedType
 from peft.tuners.lora import Linear
 from torch import nn
 from torch.nn import functional
+
+
+def has_whole_weights(accelerator: Accelerator) -> bool:
+    """Whether each process has all weights, and no engine steps in their place."""
+    whole = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    return accelerator.distributed_type in whole
+
+
+def adapter_dtype(accelerator: Accelerator) -> torch.dtype | None:
+    """Return the type in which autocast computes with adapters; None without it, or with sharded weights."""
+    precision = accelerator.mixed_precision if has_whole_weights(accelerator) else "no"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
 @contextmanager
@@ -21,7 +34,7 @@ def cast_adapters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
 
     Args:
         model: with or without adapters, also wrapped.
-        dtype: of autocast; None: nothing is cast.
+        dtype: of autocast (`adapter_dtype`); None: nothing is cast.
     """
     layers = [module for module in model.modules() if type(module) is Linear] if dtype is not None else []
     changed: list[Any] = []

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from vgr_trl.config import PER_WINDOW
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.passes.loss_mask import Extent, count_positions, pack_rows
+from vgr_trl.passes.loss_mask import Extent, Skipping, count_positions, pack_rows
 from vgr_trl.patching import patched_attribute
 from vgr_trl.pixels import IMAGE_INPUTS, take_entries
-from vgr_trl.rollout import ConstructedTrainer
 from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens
+from vgr_trl.run import Run
+from vgr_trl.run_facts import Features
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.prefix_split import find_groups, first_rows, is_image_token, sort_by_group
 
@@ -119,34 +120,41 @@ class UpdateMemory:
         self._largest = None
 
 
-def join_micro_batches(trainer: ConstructedTrainer) -> RowsPerPass:
-    """Join as many micro-batches of a constructed trainer as its features allow, in a copy of its options."""
-    args, group, device = trainer.args, trainer.num_generations, trainer.accelerator.device
+def join_micro_batches(
+    args: DAPOConfig, features: Features, accelerator: Accelerator
+) -> tuple[DAPOConfig, RowsPerPass]:
+    """Join as many micro-batches as the features of a run allow; return the options with the joined ones.
+
+    Args:
+        args: options of the run.
+        features: work that passes share or skip.
+        accelerator: device and processes; DeepSpeed's configuration gets the joined numbers too.
+    """
+    group, device = int(args.num_generations or 1), accelerator.device
     given, most = args.per_device_train_batch_size, args.most_rows_per_pass
     accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
-    reason = trainer.features.join_micro_batches.reason
+    reason = features.join_micro_batches.reason
     if reason is None and most is None and device.type not in ("cpu", "cuda"):
         reason = f"the memory of {device.type} is not measured: give a number as rows_per_pass"
     # On a GPU memory decides how many groups pass together; elsewhere two do.
     rows = most or (given * accumulated if device.type == "cuda" else 2 * group)
     limit = math.ceil(rows / given) if reason is None else 1
-    joined = max(each for each in range(1, limit + 1) if accumulated % each == generated % each == 0)
+    joined = max(number for number in range(1, limit + 1) if accumulated % number == generated % number == 0)
     if joined < limit:
         reason = f"no more divide gradient_accumulation_steps {accumulated} and steps_per_generation {generated}"
     if joined > 1:
-        trainer.args = args = copy(args)  # the user may give the same options to another trainer
+        args = copy(args)  # the user may give the same options to another trainer
         args.per_device_train_batch_size = given * joined
         args.gradient_accumulation_steps, args.steps_per_generation = accumulated // joined, generated // joined
-        trainer._train_batch_size = args.train_batch_size
-        if trainer.is_deepspeed_enabled:  # whose configuration has the old numbers
-            config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+        if (plugin := accelerator.state.deepspeed_plugin) is not None:  # whose configuration has the old numbers
+            config = plugin.deepspeed_config
             if config.get("train_micro_batch_size_per_gpu") == given:
                 config["train_micro_batch_size_per_gpu"] = given * joined
             if config.get("gradient_accumulation_steps") == accumulated:
                 config["gradient_accumulation_steps"] = accumulated // joined
     measures = joined > 1 and most is None and device.type == "cuda"
-    memory = UpdateMemory(device, trainer.accelerator.gather) if measures else None
-    return RowsPerPass(given, joined, most, memory, reason if joined * given < group else None)
+    memory = UpdateMemory(device, accelerator.gather) if measures else None
+    return args, RowsPerPass(given, joined, most, memory, reason if joined * given < group else None)
 
 
 def describe_spread_groups(args: DAPOConfig, num_generations: int, processes: int) -> str:
@@ -173,28 +181,29 @@ def describe_spread_groups(args: DAPOConfig, num_generations: int, processes: in
 Loss = Callable[..., Tensor]  # TRL's `_compute_loss` of a model and inputs, times a weight
 
 
-def loss_in_parts(trainer: ConstructedTrainer, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> Tensor:
+def loss_in_parts(run: Run, limits: RowsPerPass, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> Tensor:
     """Back-propagate all parts of a micro-batch but the last; return the total loss.
 
     Args:
-        trainer: whose options and memory limit the parts.
+        run: options and processes.
+        limits: limits of the rows of a pass.
         model: argument of TRL's `_compute_loss`.
         inputs: the other one; old log-probabilities that the parts have given are added to it.
         compute: returns the loss of a part, and leaves its gradient to be computed.
     """
-    parts, old_logps = _split_rows(trainer, inputs), list[Tensor]()
+    parts, old_logps, accelerator = _split_rows(run, limits, inputs), list[Tensor](), run.accelerator
     if len(parts) == 1:
         return compute(model, inputs)
     before: Tensor | float = 0.0
     for rows in parts:
         part = take_rows(inputs, rows)
-        weight = _weigh_part(part, inputs, trainer.args.loss_type)
+        weight = _weigh_part(part, inputs, run.args.loss_type)
         is_last = rows is parts[-1]
-        with nullcontext() if is_last else _accumulate(trainer.accelerator, model):
+        with nullcontext() if is_last else _accumulate(accelerator, model):
             loss = compute(model, part, weight)
             if not is_last:
-                deepspeed = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
-                trainer.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
+                deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+                accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
                 before = before + loss.detach()
         if OLD_LOGPS in part and OLD_LOGPS not in inputs:
             old_logps.append(part[OLD_LOGPS])
@@ -210,17 +219,17 @@ def _accumulate(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _split_rows(trainer: ConstructedTrainer, inputs: dict[str, Any]) -> list[list[int]]:
+def _split_rows(run: Run, limits: RowsPerPass, inputs: dict[str, Any]) -> list[list[int]]:
     """Return the rows of each part, the same on every process: TRL gathers metrics of rows after each."""
-    count, accelerator, limits = len(inputs["prompt_ids"]), trainer.accelerator, trainer.rows_per_pass
-    memory, budget = limits.memory, trainer.args.max_tokens_per_micro_batch
+    count, accelerator = len(inputs["prompt_ids"]), run.accelerator
+    memory, budget = limits.memory, run.args.max_tokens_per_micro_batch
     if budget is None and memory is None and (limits.most or count) >= count:
         return [[*range(count)]]
     if memory is not None:
         memory.begin_pass()
-    shares = trainer.features.share_training.enabled
+    shares = run.features.share_training.enabled
     groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
-    mine = torch.tensor(trainer.passes.skipping.extents(inputs, groups), device=accelerator.device)
+    mine = torch.tensor(Skipping(run.features).extents(inputs, groups), device=accelerator.device)
     of_all = [[Extent(*row) for row in rows] for rows in accelerator.gather(mine).view(-1, count, 3).tolist()]
 
     def load(rows: Sequence[int]) -> float:
@@ -246,11 +255,11 @@ def _weigh_part(part: dict[str, Any], inputs: dict[str, Any], loss_type: str) ->
     return len(part["prompt_ids"]) / len(inputs["prompt_ids"])
 
 
-def plan_shuffle(trainer: ConstructedTrainer) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+def plan_shuffle(run: Run) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
     """Return a replacement for TRL's `shuffle_sequence_dict`, or None."""
-    if not trainer.features.regroup.enabled:
+    if not run.features.regroup.enabled:
         return None
-    is_image = partial(is_image_token, config=causal_model(trainer.model).config) if trainer.tools else None
+    is_image = partial(is_image_token, config=causal_model(run.model).config) if run.facts.has_tools else None
     return partial(shuffle_whole_groups, is_image=is_image)
 
 

@@ -1,30 +1,30 @@
-"""Run the forward passes of a run, each for a stated purpose and over one row: `ForwardPasses.run_pass`."""
+"""Run the forward passes of a run, each for a stated purpose and over one row: `run_pass`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from accelerate import DistributedType
 from torch import Tensor, nn
 from trl.models.utils import disable_gradient_checkpointing
 
 from vgr_trl.errors import NotFiniteError
+from vgr_trl.passes.adapters import has_whole_weights
 from vgr_trl.passes.loss_mask import Skipping, find_text
 from vgr_trl.patches.trl import make_completions_causal
-from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.run import Run
 from vgr_trl.sharing.context_manager import share_prompts
 from vgr_trl.sharing.model_support import base_of, causal_model, replace_hidden_states
 from vgr_trl.sharing.prefix_split import check_inputs, find_split, round_up_to_groups
-from vgr_trl.sharing.report import SharingReport, UnsupportedModel
+from vgr_trl.sharing.report import UnsupportedModel
 from vgr_trl.sharing.row import Row, lay_out
 from vgr_trl.sharing.shared_forward import (
     count_layers,
     drop_empty_images,
     has_images,
     ignore_empty_images,
-    prepare_rows,
     run_row,
 )
 from vgr_trl.signals.scoring import (
@@ -34,204 +34,204 @@ from vgr_trl.signals.scoring import (
     Want,
     head_with_average_gradient,
     read_hidden_states,
-    score,
 )
+from vgr_trl.signals.scoring import score as score_in_chunks
 
 
-class ForwardPasses:
-    """Runs the forward passes of a run, each once over one row of prompts and completions.
+def score(
+    run: Run,
+    batch: Mapping[str, Any],
+    want: Want,
+    model: nn.Module | None = None,
+    *,
+    purpose: Purpose = Purpose.ROLLOUT,
+) -> Scores:
+    """Score completions in chunks, without gradients.
 
     Args:
-        trainer: its model is the policy, whose passes in evaluation mode are not counted and not timed.
-        plain: TRL's `_get_per_token_logps_and_entropies`, for models and modes without a row.
+        run: gives the policy, processes and plans.
+        batch: as `scoring_inputs` returns it.
+        want: quantities to return beside log-probabilities.
+        model: another model to score with, which TRL's scoring can call; None: the policy.
+        purpose: of the pass.
 
-    Attributes:
-        skipping: decides which tokens of a micro-batch run.
-        adapter_dtype: type in which autocast computes with adapters; None: without it, or with sharded weights.
+    Raises:
+        NotFiniteError: log-probabilities are NaN.
     """
-
-    def __init__(self, trainer: ConstructedTrainer, plain: Callable[..., tuple[Tensor, Any, Any]]) -> None:
-        self.plain, self.policy, self.args, self.accelerator = plain, trainer.model, trainer.args, trainer.accelerator
-        self.features, self.clock, self.dummy_image = trainer.features, trainer.clock, trainer.dummy_image
-        self.rows, self.vision_cache = trainer.rows_per_pass, trainer.vision_cache
-        self.agree, self.is_sharded = trainer._all_agree, trainer.is_sharded
-        self.skipping = Skipping(trainer.features, bool(trainer.tools))
-        precision = self.accelerator.mixed_precision if self.accelerator.distributed_type in _WHOLE else "no"
-        self.adapter_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-        self._report = SharingReport()
-        if self.features.share_training.enabled or self.features.share_scoring.enabled:
-            prepare_rows(base_of(causal_model(self.policy)))
-
-    def run_pass(
-        self, model: nn.Module, batch: Mapping[str, Any], want: Want, *, purpose: Purpose, gradients: bool
-    ) -> Scores:
-        """Run a model over completions, and return the wanted quantities.
-
-        Passes without gradients run in chunks of rows, except for the loss of an evaluation. With `want.tokens`, only
-        the rows and columns of these tokens run.
-
-        Args:
-            model: the policy, its reference or a critic, also wrapped.
-            batch: arguments of TRL's scoring, but for the model, (N, P + T). With tools `tool_mask` (N, T).
-            want: quantities to return, and tokens that are read.
-            purpose: of the pass.
-            gradients: whether a backward pass follows.
-        """
-        given = {name: value for name, value in batch.items() if value is not None}
-        counts = self.policy.training
-        inputs = make_completions_causal(given, causal_model(model).config, given["logits_to_keep"])
-        checkpointing: Any = self.args.gradient_checkpointing_kwargs
-        if want.tokens is not None and self._can_skip_pass(inputs, want, want.tokens):
-            anchor = torch.zeros(want.tokens.shape, device=want.tokens.device, requires_grad=True)
-            return Scores(0 * anchor, want.tokens, torch.zeros_like(anchor) if want.entropies else None, rows_run=0)
-        is_whole = gradients or purpose is Purpose.EVALUATION or want.tokens is not None
-        rows = None if is_whole else self._rows_of_chunk(inputs)
-        with (
-            torch.set_grad_enabled(gradients),
-            self.clock.stage(purpose.value, counts and not gradients),
-            nullcontext() if gradients else disable_gradient_checkpointing(self.policy, checkpointing),
-            self.around(model, counts=counts),
-        ):
-            scores = score(model, inputs, want, compute=self._compute, rows_per_pass=rows)
-        return replace(scores, values=scores.logps) if purpose is Purpose.CRITIC else scores  # its head gives values
-
-    def _compute(self, model: nn.Module, inputs: dict[str, Any], want: Want) -> Computed:
-        """Run one call of the model: over a row, or by TRL's method where there is none."""
-        laid, length = self._lay_out(model, inputs, want.tokens), inputs["logits_to_keep"]
-        if laid is None:
-            reading: Any = read_hidden_states(model, length) if want.reads_states else nullcontext()
-            with reading as read:
-                found = self.plain(model, **inputs, compute_entropy=want.entropies, compute_aux_loss=want.router_loss)
-            return Computed(*found, read[0] if read else None, None, len(inputs["input_ids"]))
-        row, call = laid
-        scored = inputs["attention_mask"][:, -length:].bool() if want.tokens is None else want.tokens  # (N, T)
-        tokens = inputs["input_ids"][:, -length:][scored].unsqueeze(0)  # (1, K)
-        places = row.reads(length)[scored] if tokens.numel() else tokens[0]  # without loss the row may be another one
-        states = list[Tensor]()
-
-        def select_emitting(hidden: Tensor) -> Tensor:
-            states.append(hidden)
-            return hidden[:, places]
-
-        base = base_of(causal_model(model))
-        if self.dummy_image is not None:
-            self.dummy_image.stands_in = has_images(inputs) and not has_images(call)
-        # Labels of the next token: TRL's head projects these positions only, and keeps no logits.
-        labels = {"labels": None, "shift_labels": tokens, "fused_lm_head": True}
-        with replace_hidden_states(base, select_emitting), self.accelerator.autocast():
-            outputs = run_row(model, row, call | labels, count_layers(base))
-        if self.policy.training:
-            self._report.add(len(row.rows), len(row.prompts))
-        logps: Any
-        logps, entropies = (
-            None if each is None else each.new_zeros(scored.shape).masked_scatter(scored.to(each.device), each)
-            for each in (outputs.log_probs, outputs.entropy)
-        )
-        hidden = states[0][0, row.reads(length).clamp(min=0)] if want.reads_states else None  # (N, T, D)
-        return Computed(logps, entropies if want.entropies else None, None, hidden, want.tokens, len(row.rows))
-
-    def _lay_out(
-        self, model: nn.Module, inputs: Mapping[str, Any], tokens: Tensor | None
-    ) -> tuple[Row, dict[str, Any]] | None:
-        """Lay out a batch as a row, or return None where the model or the mode has none.
-
-        Args:
-            inputs: arguments of TRL's scoring, but for the model.
-            tokens: (N, T) bool, tokens with loss; None: all valid tokens are scored.
-        """
-        base, stage = base_of(causal_model(model)), "training" if torch.is_grad_enabled() else "scoring"
-        if self.features.sharing[stage].reason is not None:
-            return None
-        lengths, skipping = None, self.skipping
-        if tokens is not None:
-            is_empty = skipping.rows and skipping.padding and not skipping.runs_images(inputs) and not tokens.any()
-            text = find_text(inputs, base.config) if is_empty else None
-            inputs = inputs if text is None else text
-            lengths = [1] if text is not None else skipping.lengths(inputs, tokens, base.config)
-        stop = inputs["input_ids"].size(1) - 1
-        names = inputs.keys() - {"logits_to_keep", "num_images", "num_tiles"}
-        given = drop_empty_images({name: inputs[name] for name in names})
-        try:
-            check_inputs(given, base.config)
-            split = find_split(given, base.config, (stop - inputs["logits_to_keep"], stop), alone=True)
-            return lay_out(base, given, split, lengths)
-        except UnsupportedModel:
-            if self.policy.training:
-                self._report.add(len(inputs["input_ids"]), len(inputs["input_ids"]))
-            return None
-
-    def _rows_of_chunk(self, inputs: Mapping[str, Any]) -> int:
-        """Return the number of rows of a scoring chunk, the same on every process."""
-        args, trains, most = self.args, self.policy.training, self.args.max_tokens_per_micro_batch
-        size = args.num_generations if trains else args.num_generations_eval or args.num_generations
-        group = size if self.features.share_scoring.enabled else None
-        rows = self.rows.given if trains else args.per_device_eval_batch_size
-        rows = round_up_to_groups(rows, group or 1)
-        if most is None:
-            return rows
-        columns = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=self.accelerator.device)
-        longest, completion = self.accelerator.gather(columns).view(-1, 2).amax(0).tolist()
-        return min(rows, rows_within(most, group, longest, completion))
-
-    def _can_skip_pass(self, inputs: Mapping[str, Any], want: Want, tokens: Tensor) -> bool:
-        """Whether a micro-batch without loss can be skipped: all weights have gradients already.
-
-        Where processes exchange gradients, parts of weights, or whether they have images, all have to run the model.
-        """
-        exchanges = self.accelerator.sync_gradients or self.dummy_image is not None
-        alone = self.accelerator.num_processes == 1 or not exchanges
-        whole = self.accelerator.distributed_type in _WHOLE
-        skips = self.skipping.rows and self.skipping.padding and not self.skipping.runs_images(inputs)
-        if not (alone and whole and skips) or want.reads_states or bool(tokens.any()):
-            return False
-        return all(weight.grad is not None for weight in self.policy.parameters() if weight.requires_grad)
-
-    @contextmanager
-    def around(self, model: nn.Module, *, counts: bool = True) -> Iterator[None]:
-        """Wrap the passes of this block: image features, head, dummy image.
-
-        Args:
-            model: the model that runs, also wrapped.
-            counts: whether metrics count these passes; those of an evaluation are left out.
-        """
-        averages = self.accelerator.is_fsdp2 and torch.is_grad_enabled()
-        uneven = self.agree if self.is_sharded and self.dummy_image is None else None
-        has_rows = self.features.sharing["training" if torch.is_grad_enabled() else "scoring"].enabled
-        with (
-            self.vision_cache.around(model, counts=counts),
-            head_with_average_gradient(causal_model(model)) if averages else nullcontext(),
-            ignore_empty_images(model, agree=uneven) if uneven or not has_rows else nullcontext(),
-            nullcontext() if self.dummy_image is None else self.dummy_image.around(model, False),
-        ):
-            yield
-
-    @contextmanager
-    def around_generation(self, model: nn.Module, *, counts: bool = True) -> Iterator[None]:
-        """Share prompts in generations of this block, with cached image features.
-
-        Args:
-            model: the model that generates, also wrapped.
-            counts: whether metrics count these rows.
-        """
-        shares = self.features.share_generation.enabled
-        modes = {"agree": self.agree} if self.is_sharded else {}
-        sharing: Any = share_prompts(model, 1, warns=False, **modes) if shares else ignore_empty_images(model)
-        with (
-            self.vision_cache.around(model, counts=counts),
-            sharing as report,
-            nullcontext() if self.dummy_image is None else self.dummy_image.around(model, True),
-        ):
-            yield
-        if shares and counts:
-            self._report.add(report.rows, report.prompts)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the prompts computed per row since the last call; empty without rows."""
-        report, self._report = self._report, SharingReport()
-        return {"sharing/prompts_per_row": report.prompts_per_row} if report.rows else {}
+    inputs = run.to_device({name: value for name, value in batch.items() if value is not None})
+    scores = run_pass(run, run.model if model is None else model, inputs, want, purpose=purpose, gradients=False)
+    refuse_nan(scores.logps, scores.mask, run.step)
+    return scores
 
 
-_WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # processes hold all weights
+def run_pass(
+    run: Run, model: nn.Module, batch: Mapping[str, Any], want: Want, *, purpose: Purpose, gradients: bool
+) -> Scores:
+    """Run a model over completions, and return the wanted quantities.
+
+    Passes without gradients run in chunks of rows, except for the loss of an evaluation. With `want.tokens`, only the
+    rows and columns of these tokens run. Passes of the policy in evaluation mode are not counted and not timed.
+
+    Args:
+        run: gives the policy, processes and plans.
+        model: the policy, its reference or a critic, also wrapped.
+        batch: arguments of TRL's scoring, but for the model, (N, P + T). With tools `tool_mask` (N, T).
+        want: quantities to return, and tokens that are read.
+        purpose: of the pass.
+        gradients: whether a backward pass follows.
+    """
+    given = {name: value for name, value in batch.items() if value is not None}
+    inputs = make_completions_causal(given, causal_model(model).config, given["logits_to_keep"])
+    checkpointing: Any = run.args.gradient_checkpointing_kwargs
+    if want.tokens is not None and _can_skip_pass(run, inputs, want, want.tokens):
+        anchor = torch.zeros(want.tokens.shape, device=want.tokens.device, requires_grad=True)
+        return Scores(0 * anchor, want.tokens, torch.zeros_like(anchor) if want.entropies else None, rows_run=0)
+    is_whole = gradients or purpose is Purpose.EVALUATION or want.tokens is not None
+    rows = None if is_whole else _rows_of_chunk(run, inputs)
+    with (
+        torch.set_grad_enabled(gradients),
+        run.clock.stage(purpose.value, run.trains and not gradients),
+        nullcontext() if gradients else disable_gradient_checkpointing(run.model, checkpointing),
+        around_pass(run, model),
+    ):
+        scores = score_in_chunks(model, inputs, want, compute=partial(_compute, run), rows_per_pass=rows)
+    return replace(scores, values=scores.logps) if purpose is Purpose.CRITIC else scores  # its head gives values
+
+
+def _compute(run: Run, model: nn.Module, inputs: dict[str, Any], want: Want) -> Computed:
+    """Run one call of the model: over a row, or by TRL's method where there is none."""
+    laid, length = _lay_out(run, model, inputs, want.tokens), inputs["logits_to_keep"]
+    if laid is None:
+        reading: Any = read_hidden_states(model, length) if want.reads_states else nullcontext()
+        with reading as read:
+            outputs = run.plain_pass(model, **inputs, compute_entropy=want.entropies, compute_aux_loss=want.router_loss)
+        return Computed(*outputs, read[0] if read else None, None, len(inputs["input_ids"]))
+    row, call = laid
+    scored = inputs["attention_mask"][:, -length:].bool() if want.tokens is None else want.tokens  # (N, T)
+    tokens = inputs["input_ids"][:, -length:][scored].unsqueeze(0)  # (1, K)
+    places = row.reads(length)[scored] if tokens.numel() else tokens[0]  # without loss the row may be another one
+    states = list[Tensor]()
+
+    def select_emitting(hidden: Tensor) -> Tensor:
+        states.append(hidden)
+        return hidden[:, places]
+
+    base = base_of(causal_model(model))
+    if run.dummy_image is not None:
+        run.dummy_image.stands_in = has_images(inputs) and not has_images(call)
+    # Labels of the next token: TRL's head projects these positions only, and keeps no logits.
+    labels = {"labels": None, "shift_labels": tokens, "fused_lm_head": True}
+    with replace_hidden_states(base, select_emitting), run.accelerator.autocast():
+        outputs = run_row(model, row, call | labels, count_layers(base))
+    if run.trains:
+        run.sharing.add(len(row.rows), len(row.prompts))
+    logps: Any
+    logps, entropies = (
+        None if values is None else values.new_zeros(scored.shape).masked_scatter(scored.to(values.device), values)
+        for values in (outputs.log_probs, outputs.entropy)
+    )
+    hidden = states[0][0, row.reads(length).clamp(min=0)] if want.reads_states else None  # (N, T, D)
+    return Computed(logps, entropies if want.entropies else None, None, hidden, want.tokens, len(row.rows))
+
+
+def _lay_out(
+    run: Run, model: nn.Module, inputs: Mapping[str, Any], tokens: Tensor | None
+) -> tuple[Row, dict[str, Any]] | None:
+    """Lay out a batch as a row, or return None where the model or the mode has none.
+
+    Args:
+        run: gives plans.
+        model: the model that runs, also wrapped.
+        inputs: arguments of TRL's scoring, but for the model.
+        tokens: (N, T) bool, tokens with loss; None: all valid tokens are scored.
+    """
+    base, stage = base_of(causal_model(model)), "training" if torch.is_grad_enabled() else "scoring"
+    if run.features.sharing[stage].reason is not None:
+        return None
+    lengths, skipping = None, Skipping(run.features, run.facts.has_tools)
+    if tokens is not None:
+        is_empty = skipping.rows and skipping.padding and not skipping.runs_images(inputs) and not tokens.any()
+        text = find_text(inputs, base.config) if is_empty else None
+        inputs = inputs if text is None else text
+        lengths = [1] if text is not None else skipping.lengths(inputs, tokens, base.config)
+    stop = inputs["input_ids"].size(1) - 1
+    names = inputs.keys() - {"logits_to_keep", "num_images", "num_tiles"}
+    given = drop_empty_images({name: inputs[name] for name in names})
+    try:
+        check_inputs(given, base.config)
+        split = find_split(given, base.config, (stop - inputs["logits_to_keep"], stop), alone=True)
+        return lay_out(base, given, split, lengths)
+    except UnsupportedModel:
+        if run.trains:
+            run.sharing.add(len(inputs["input_ids"]), len(inputs["input_ids"]))
+        return None
+
+
+def _rows_of_chunk(run: Run, inputs: Mapping[str, Any]) -> int:
+    """Return the number of rows of a scoring chunk, the same on every process."""
+    args, most = run.args, run.args.max_tokens_per_micro_batch
+    group = run.completions_per_prompt if run.features.share_scoring.enabled else None
+    rows = round_up_to_groups(run.rows_per_chunk if run.trains else args.per_device_eval_batch_size, group or 1)
+    if most is None:
+        return rows
+    columns = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=run.accelerator.device)
+    longest, completion = run.accelerator.gather(columns).view(-1, 2).amax(0).tolist()
+    return min(rows, rows_within(most, group, longest, completion))
+
+
+def _can_skip_pass(run: Run, inputs: Mapping[str, Any], want: Want, tokens: Tensor) -> bool:
+    """Whether a micro-batch without loss can be skipped: all weights have gradients already.
+
+    Where processes exchange gradients, parts of weights, or whether they have images, all have to run the model.
+    """
+    skipping = Skipping(run.features, run.facts.has_tools)
+    exchanges = run.accelerator.sync_gradients or run.dummy_image is not None
+    alone = run.accelerator.num_processes == 1 or not exchanges
+    skips = skipping.rows and skipping.padding and not skipping.runs_images(inputs)
+    if not (alone and has_whole_weights(run.accelerator) and skips) or want.reads_states or bool(tokens.any()):
+        return False
+    return all(weight.grad is not None for weight in run.model.parameters() if weight.requires_grad)
+
+
+@contextmanager
+def around_pass(run: Run, model: nn.Module) -> Iterator[None]:
+    """Wrap the passes of this block: image features, head, dummy image.
+
+    Args:
+        run: gives processes and plans; metrics leave out the passes of an evaluation.
+        model: the model that runs, also wrapped.
+    """
+    averages = run.accelerator.is_fsdp2 and torch.is_grad_enabled()
+    uneven = run.all_agree if run.facts.is_sharded and run.dummy_image is None else None
+    has_rows = run.features.sharing["training" if torch.is_grad_enabled() else "scoring"].enabled
+    with (
+        run.vision_cache.around(model, counts=run.trains),
+        head_with_average_gradient(causal_model(model)) if averages else nullcontext(),
+        ignore_empty_images(model, agree=uneven) if uneven or not has_rows else nullcontext(),
+        nullcontext() if run.dummy_image is None else run.dummy_image.around(model, False),
+    ):
+        yield
+
+
+@contextmanager
+def around_generation(run: Run, model: nn.Module) -> Iterator[None]:
+    """Share prompts in generations of this block, with cached image features.
+
+    Args:
+        run: gives processes and plans; metrics leave out the rows of an evaluation.
+        model: the model that generates, also wrapped.
+    """
+    shares = run.features.share_generation.enabled
+    modes = {"agree": run.all_agree} if run.facts.is_sharded else {}
+    sharing: Any = share_prompts(model, 1, warns=False, **modes) if shares else ignore_empty_images(model)
+    with (
+        run.vision_cache.around(model, counts=run.trains),
+        sharing as report,
+        nullcontext() if run.dummy_image is None else run.dummy_image.around(model, True),
+    ):
+        yield
+    if shares and run.trains:
+        run.sharing.add(report.rows, report.prompts)
 
 
 def rows_within(most_tokens: int, group: int | None, longest: int, completion: int) -> int:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, DistributedType
 from torch import distributed, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from transformers import AutoConfig, PreTrainedModel, Trainer
+from transformers import AutoConfig, PreTrainedModel
 from transformers import trainer as trainer_module
 
 from vgr_trl.errors import ConfigError, error_text
@@ -40,10 +41,10 @@ def rotate_at_end() -> Iterator[None]:
 # Qwen2.5-VL). Removable when `Trainer._load_from_checkpoint` renames.
 
 
-def whole_model(trainer: Trainer, model: Any) -> PreTrainedModel | None:
+def whole_model(accelerator: Accelerator, model: Any) -> PreTrainedModel | None:
     """Return the unwrapped model if it is unsharded, so that the trainer would not load its weights; or None."""
-    target = trainer.accelerator.unwrap_model(model)
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    target = accelerator.unwrap_model(model)
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     return target if isinstance(target, PreTrainedModel) and not sharded else None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from packaging.version import Version
 from torch import nn
@@ -84,19 +85,19 @@ def keep_training_table(output_dir: str, step: int, evaluates: bool) -> Iterator
 
 
 @contextmanager
-def warn_of_lost_table(trainer: GRPOTrainer, mode: str) -> Iterator[None]:
+def warn_of_lost_table(metrics: Mapping[str, Any], logs_table: bool) -> Iterator[None]:
     """Warn if TRL cannot write its table of completions in this block, or a tracker refuses it.
 
     TRL 1.16 clears the metrics once they are logged, then writes the table: earlier errors are raised.
 
     Args:
-        trainer: that logs.
-        mode: `train` or `eval`.
+        metrics: metrics of the trainer that wait to be logged.
+        logs_table: whether the trainer writes the table.
     """
     try:
         yield
     except Exception as error:
-        if not trainer.log_completions or trainer._metrics[mode]:
+        if not logs_table or metrics:
             raise
         logger.warning_once(f"Completions cannot be logged ({error_text(error)}); training continues without them.")
 
@@ -158,21 +159,25 @@ def _find_images_in_messages(prompt: Any) -> list[Any]:
 
 
 @contextmanager
-def merge_round_metrics(trainer: GRPOTrainer, completions: int) -> Iterator[list[int]]:
+def merge_round_metrics(
+    metrics: dict[str, list[float]], table: dict[str, Any], completions: int, processes: int
+) -> Iterator[list[int]]:
     """Merge TRL's metrics of a rollout batch and of further rounds, generated in this block.
 
     Means are weighted by completions; minima and maxima are kept.
 
     Args:
-        trainer: that logs.
+        metrics: metrics of training that wait to be logged, of each rollout.
+        table: columns of the table of completions.
         completions: number of completions of the batch in this process.
+        processes: number of processes.
 
     Yields:
         Number of completions of the batch and of each further round; the block appends those of its rounds.
     """
-    metrics, rounds = trainer._metrics["train"], [completions]
+    rounds = [completions]
     before = {name: len(values) for name, values in metrics.items()}
-    keep_newest(trainer._logs, completions * trainer.accelerator.num_processes)
+    keep_newest(table, completions * processes)
     yield rounds
     for name, values in metrics.items():
         if len(values) - before.get(name, 0) == len(rounds) - 1 > 0 and before.get(name):
@@ -283,15 +288,14 @@ def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) ->
 # of 8 completions of a 7B on an H200.
 
 
-def let_decoding_compile(trainer: GRPOTrainer) -> None:
-    """Let transformers compile a trainer's decoding step with a static cache.
+def let_decoding_compile(args: DAPOConfig, config: GenerationConfig, accelerator: Accelerator) -> None:
+    """Let transformers compile the decoding step of a generation config with a static cache.
 
     Sharded parameters are gathered and freed around each generation; a compiled step would keep them.
     """
-    sharded = trainer.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
-    args: Any = trainer.args
-    if args.cache_implementation == "static" and not trainer.use_vllm and not sharded:
-        trainer.generation_config.disable_compile = None
+    sharded = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+    if args.cache_implementation == "static" and not sharded:
+        config.disable_compile = None
 
 
 # Continuous batching, which TRL 1.16 refuses for every model with a processor, as transformers' takes token ids only

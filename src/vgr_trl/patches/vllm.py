@@ -26,16 +26,15 @@ from vgr_trl.sharing.model_support import causal_model
 # https://github.com/huggingface/trl/issues/7198; removable with a TRL that calls `reset_encoder_cache` itself.
 
 
-def forget_with_new_weights(trainer: GRPOTrainer) -> None:
+def forget_with_new_weights(generation: Any) -> None:
     """Reset vLLM's cache of image features whenever it gets new weights.
 
     Args:
-        trainer: constructed.
+        generation: TRL's `VLLMGeneration`.
 
     Raises, with new weights:
         VLLMServerError: the server refuses to reset its cache.
     """
-    generation: Any = trainer.vllm_generation
     plain = generation.sync_weights
 
     def sync_weights() -> None:
@@ -61,14 +60,13 @@ def forget_with_new_weights(trainer: GRPOTrainer) -> None:
 # See https://github.com/huggingface/transformers/pull/45448; removable with a TRL that converts them.
 
 
-def name_weights_as_saved(trainer: GRPOTrainer) -> None:
+def name_weights_as_saved(generation: Any, policy: Any) -> None:
     """Give vLLM the weights of a model with images under the names, and in the form, of a checkpoint.
 
     Args:
-        trainer: constructed.
+        generation: TRL's `VLLMGeneration`.
+        policy: the model, with or without adapters.
     """
-    policy: Any = trainer.model
-    generation: Any = trainer.vllm_generation
     plain, model = generation._iter_named_params, causal_model(policy)
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:
@@ -130,15 +128,17 @@ class UnexpandedPrompts:
         texts: tokens of the processor -> tokens of the same text for vLLM: prompts, tool messages, and the rows of
             earlier turns, which later turns continue.
         processor: processor of the model.
-        is_server: vLLM runs as a server.
+        is_server: whether vLLM runs as a server.
+
+    Args:
+        generation: TRL's `VLLMGeneration`.
+        processor: processor of the model.
     """
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        args: Any = trainer.args
+    def __init__(self, generation: Any, processor: Any) -> None:
         self.texts: dict[tuple[int, ...], list[int]] = {}
-        self.processor: Any = trainer.processing_class
-        self.is_server = args.vllm_mode == "server"
-        generation: Any = trainer.vllm_generation
+        self.processor = processor
+        self.is_server = generation.mode == "server"
         plain = generation.generate
 
         def generate(prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> Any:
@@ -179,11 +179,11 @@ class UnexpandedPrompts:
             raise ConfigError(f"{found} writes {len(ids)}, which training uses: {cure}.")
 
 
-def plan_unexpanded_prompts(trainer: GRPOTrainer) -> UnexpandedPrompts | None:
+def plan_unexpanded_prompts(generation: Any, processor: Any) -> UnexpandedPrompts | None:
     """Return the object that gives vLLM unexpanded prompts; None: this release of TRL does so itself."""
     if "vllm_prompt_ids" in signature(GRPOTrainer._generate_single_turn).parameters:
         return None
-    return UnexpandedPrompts(trainer)
+    return UnexpandedPrompts(generation, processor)
 
 
 # Images for a server, which expands their prompts itself.
@@ -262,10 +262,14 @@ def send_images(generation: Any, processor: Any) -> None:
 
 
 @contextmanager
-def answers_of_server(trainer: GRPOTrainer) -> Iterator[None]:
+def answers_of_server(generation: Any, step: int) -> Iterator[None]:
     """Read both forms of a server's log-probabilities in this block, check its answers, and explain connection errors.
 
     TRL's client retries for about a minute before it fails.
+
+    Args:
+        generation: TRL's `VLLMGeneration`.
+        step: number of the optimizer step.
 
     Raises:
         VLLMServerError: the server does not answer, or not as asked; raised in the process that calls it.
@@ -281,8 +285,8 @@ def answers_of_server(trainer: GRPOTrainer) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, VLLMServerError) or not (isinstance(error, OSError) or type(error) is Exception):
             raise  # errors of requests are OSErrors; TRL raises `Exception` for an answer other than 200
-        url = trainer.vllm_generation.vllm_client.base_url
-        found = f"did not answer in step {trainer.state.global_step + 1} ({error_text(error)})"
+        url = generation.vllm_client.base_url
+        found = f"did not answer in step {step} ({error_text(error)})"
         cure = "start it again, then continue with --resume_from_checkpoint"
         raise VLLMServerError(f"The vLLM server at {url} {found}: {cure}.") from error
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from vgr_trl.loss import PENALTY
 from vgr_trl.options import options_in_effect
 from vgr_trl.reporting.console import VERDICTS, format_number, preview
 from vgr_trl.reporting.records import Record, to_json_value
-from vgr_trl.rollout import ConstructedTrainer
 
 LOG_FOLDER = "training_logs"
 FILE_FULL_NOTE = b"\n\nThis file has reached rollout_log_max_megabytes; see `vgr-trl report` for later completions.\n"
@@ -157,9 +156,9 @@ METHOD_OPTIONS = {each.name for group in DAPOConfig.__bases__ if group not in _O
 METHOD_OPTIONS |= {"early_reward_weights", "vgr_hard_negative", "attention_reward_scale"}
 
 
-def user_rewards(trainer: ConstructedTrainer) -> list[str]:
-    """Return the names of the user's rewards."""
-    return [name for name in trainer.reward_func_names if name != PENALTY]
+def user_rewards(names: Iterable[str]) -> list[str]:
+    """Return the names of the user's rewards among all."""
+    return [name for name in names if name != PENALTY]
 
 
 def method_tags(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
@@ -167,16 +166,18 @@ def method_tags(options: DAPOConfig, rewards: Sequence[str]) -> list[str]:
     return [*TAGS, *(PAPER_TAGS[key] for key in find_papers(options, rewards) if key in PAPER_TAGS)]
 
 
-def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None) -> None:
+def extend_card(args: DAPOConfig, origin: str, rewards: Sequence[str], name: str | None, data: str | None) -> None:
     """Add origin, rewards, options in effect and papers to cite to TRL's card, and remove its example without an image.
 
     Args:
-        trainer: whose `output_dir` has the card.
-        name: of the model; None: name of its folder.
+        args: options of the run, whose `output_dir` has the card.
+        origin: name of the model that was trained; empty: unknown.
+        rewards: names of the user's rewards.
+        name: name of the trained model; None: name of its folder.
         data: name of the training data; None: unknown.
     """
-    file = Path(str(trainer.args.output_dir), "README.md")
-    named = ("from", trainer.model.config._name_or_path), ("on", data)
+    file = Path(str(args.output_dir), "README.md")
+    named = ("from", origin), ("on", data)
     sources = [f" {word} {inline_code(source)}" for word, source in named if source]
     card = file.read_text(encoding="utf-8")
     for pattern, text in (
@@ -185,7 +186,7 @@ def extend_card(trainer: ConstructedTrainer, name: str | None, data: str | None)
         (r"^## Quick start$(?s:.*?)(?=^## )", ""),
     ):
         card = re.sub(pattern, text.replace("\\", r"\\"), card, count=1, flags=re.MULTILINE)
-    file.write_text(add_method_section(card, trainer.args, user_rewards(trainer)), encoding="utf-8")
+    file.write_text(add_method_section(card, args, rewards), encoding="utf-8")
 
 
 def add_method_section(card: str, options: DAPOConfig, rewards: Sequence[str]) -> str:

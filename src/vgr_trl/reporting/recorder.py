@@ -29,17 +29,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
 from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import logging
+from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from vgr_trl import __version__
 from vgr_trl.config import LOG_OPTIONS
 from vgr_trl.credit import REWARD_FILE_WEIGHTS, attention_weights
+from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import boxes_of, images_of, open_image
 from vgr_trl.data.prompts import to_parts
 from vgr_trl.errors import DataError, error_text
@@ -61,8 +64,9 @@ from vgr_trl.reporting.records import (
     refuse_unwritable,
 )
 from vgr_trl.rewards.answers import decode_with_tags
-from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.rollout import Rollout
 from vgr_trl.rows import Turns
+from vgr_trl.run import Run
 from vgr_trl.signals.named import ATTENTION_QUANTITIES, RolloutSignals, reward_columns, take_signal_rows
 from vgr_trl.signals.ratios import late_layers, measure_segments, token_vision_gain_ratio
 from vgr_trl.views.regions import boxes_in_pixels
@@ -91,17 +95,17 @@ class RolloutRecorder:
         ConfigError: a file or folder cannot be written.
     """
 
-    def __init__(self, trainer: ConstructedTrainer) -> None:
-        self.trainer, self.args = trainer, trainer.args
+    def __init__(self, run: Run, reward_names: Sequence[str]) -> None:
+        self.run, self.args, self.reward_names = run, run.args, reward_names
         self.is_on = self.args.rollout_log_steps > 0
         self.output_dir = Path(str(self.args.output_dir))
         unlike_default = changed_options(self.args).items()
         self._changed = [name for name, value in unlike_default if value not in ([], AcceleratorConfig())]
-        has_attention = "attention" in trainer.measurement.needed
+        has_attention = "attention" in run.measurement.needed
         self.logs = MarkdownLogs(self.args, time.strftime("%Y%m%d_%H%M%S"), has_attention)
         self._last: dict[str, int] = {}  # mode -> step of the last record
         self._writer: RecordWriter | None = None
-        if self.is_on and trainer.accelerator.is_main_process:
+        if self.is_on and run.accelerator.is_main_process:
             refuse_unwritable(self.output_dir / FOLDER, "output_dir", is_folder=True)
             for option in LOG_OPTIONS:
                 if (path := vars(self.args)[option]) is not None:
@@ -115,49 +119,54 @@ class RolloutRecorder:
         """
         if not self.is_on:
             return None
-        trainer, mode, step = self.trainer, self.trainer.mode, self.trainer.state.global_step
+        run, mode, step = self.run, "train" if self.run.trains else "eval", self.run.step
         # Record the first batch of each evaluation; in training, the first rollout of every N steps.
         last, every = self._last.get(mode), self.args.rollout_log_steps if mode == "train" else 1
         if last is None and mode == "train" and step > 0:  # resumed: follow the schedule from the rollout before
-            last = step - trainer.zero_variance_streak.steps_per_rollout
+            last = step - max(int(self.args.steps_per_rollout), 1)
         if last is not None and step // every == last // every:
             return None
         self._last[mode] = step
-        first, total = trainer.accelerator.process_index * rows, rows * trainer.accelerator.num_processes
+        first, total = run.accelerator.process_index * rows, rows * run.accelerator.num_processes
         # Two completions of a prompt can be compared; another prompt is more useful than a third completion.
-        size = trainer.completions_per_prompt
+        size = run.completions_per_prompt
         in_pairs = sorted(range(total), key=lambda row: (row % size // 2, row))
         chosen = sorted(in_pairs[: self.args.rollout_log_samples])
         return tuple(row - first for row in chosen if first <= row < first + rows)
 
-    def snapshot(self, rollout: Rollout) -> list[RecordedRow]:
-        """Return the recorded rows of a rollout with rewards, before group selection and credit assignment."""
-        return [self._record_row(rollout, row) for row in rollout.recorded or ()]
+    def snapshot(self, rollout: Rollout, weights: Tensor) -> list[RecordedRow]:
+        """Return the recorded rows of a rollout with rewards, before group selection and credit assignment.
 
-    def _record_row(self, rollout: Rollout, row: int) -> RecordedRow:
-        trainer, batch, data, tokenizer = self.trainer, rollout.batch, rollout.rows[row], self.trainer._tokenizer
+        Args:
+            rollout: a rewarded rollout.
+            weights: (F,), weights of the reward functions.
+        """
+        return [self._record_row(rollout, row, weights.cpu()) for row in rollout.recorded or ()]
+
+    def _record_row(self, rollout: Rollout, row: int, weights: Tensor) -> RecordedRow:
+        run, batch, data, tokenizer = self.run, rollout.batch, rollout.rows[row], self.run.tokenizer
         place, turns = rollout.first + row, rollout.turns
-        signals, vision = take_signal_rows(rollout.signals, [row]), trainer.measurement.vision_token_ids
+        signals, vision = take_signal_rows(rollout.signals, [row]), run.measurement.vision_token_ids
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
         ids = strip_padding(ids, mask, tokenizer.pad_token_id)
         prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
         prompt, rewards = prompt_text(prompt_ids, vision, decode), rollout.rewards[place].cpu()
         num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
-        grids = find_image_grids(batch, row, trainer.processing_class, num_vision)
+        grids = find_image_grids(batch, row, run.processor, num_vision)
         returned = [] if turns is None else turns.returned[row]
         images, thumbnails = read_row_images(data, grids, returned)
         for image, perturbed in zip(images, rollout.perturbed_images.get(row, []), strict=False):
             image.perturbed = record_image(perturbed, thumbnails).file
         completion = Completion(
             question=question_id(prompt, [image.file for image in images[: len(images) - len(returned)]]),
-            group=place // trainer.completions_per_prompt,
+            group=place // run.completions_per_prompt,
             prompt=prompt,
             text=decode_with_tags(tokenizer, [ids])[0],
             tokens=name_images(split_tokens(ids, decode), ids, vision),
             solution=None if data.get("solution") is None else str(data["solution"]),
-            rewards=dict(zip(trainer.reward_func_names, rewards.tolist(), strict=True)),
-            reward=(rewards * trainer.reward_weights.cpu()).nansum().item(),
+            rewards=dict(zip(self.reward_names, rewards.tolist(), strict=True)),
+            reward=(rewards * weights).nansum().item(),
             advantage=batch["advantages"][row].item(),
             images=images,
             turns=[] if turns is None else describe_turns(turns, row, len(ids)),
@@ -195,31 +204,44 @@ class RolloutRecorder:
             if self.args.token_weights_positive_only and completion.advantage < 0 and completion.weights is not None:
                 completion.weights = [1.0] * length
 
-    def write(self, rollout: Rollout, recorded: list[RecordedRow]) -> None:
-        """Gather the recorded rows, and write them on the main process; every process must call this."""
-        trainer = self.trainer
+    def write(
+        self, rollout: Rollout, recorded: list[RecordedRow], weights: Tensor, metrics: Mapping[str, float]
+    ) -> None:
+        """Gather the recorded rows, and write them on the main process; every process must call this.
+
+        Args:
+            rollout: a rewarded rollout.
+            recorded: rows of `snapshot`.
+            weights: (F,), weights of the reward functions.
+            metrics: newest value of each metric.
+        """
         if rollout.recorded is None:
             return
         recorded = sorted(gather_object(recorded), key=lambda item: item.place)
-        if not trainer.accelerator.is_main_process:
+        if not self.run.accelerator.is_main_process:
             return
-        completions, by_name = [item.completion for item in recorded], trainer.named_reward_weights()
-        record = Record(trainer.state.global_step, trainer.mode, time.time(), completions, by_name)
+        completions, mode = [item.completion for item in recorded], "train" if self.run.trains else "eval"
+        record = Record(self.run.step, mode, time.time(), completions, self._by_name(weights))
         with self._log_failures():
-            self._open_writer(record.step).add(record, dict(chain(*(item.thumbnails.items() for item in recorded))))
+            self._open_writer(record.step, weights).add(
+                record, dict(chain(*(item.thumbnails.items() for item in recorded)))
+            )
         with self._log_failures():
-            names, weights = trainer.reward_func_names, trainer.reward_weights.cpu()
-            self.logs.add(record, summarise_rollout(rollout.rewards.cpu(), names, weights, trainer.newest_metrics()))
+            summary = summarise_rollout(rollout.rewards.cpu(), self.reward_names, weights.cpu(), metrics)
+            self.logs.add(record, summary)
         if self.args.colorize_output:
             print_record(record, prompt_length=self.args.prompt_preview_length)
 
-    def log(self, logs: dict[str, Any], mode: str) -> None:
-        """Record a log of the trainer."""
-        if self.is_on and self.trainer.accelerator.is_main_process:
-            step = self.trainer.state.global_step
+    def _by_name(self, weights: Tensor) -> dict[str, float]:
+        return dict(zip(self.reward_names, weights.tolist(), strict=True))
+
+    def log(self, logs: dict[str, Any], mode: str, weights: Tensor) -> None:
+        """Record a log of the trainer, made in `train` or `eval` mode with reward weights (F,)."""
+        if self.is_on and self.run.accelerator.is_main_process:
+            step = self.run.step
             values = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
             with self._log_failures():
-                self._open_writer(step).log(LogEntry(step, mode, time.time(), {**values}))
+                self._open_writer(step, weights).log(LogEntry(step, mode, time.time(), {**values}))
 
     @contextmanager
     def _log_failures(self) -> Iterator[None]:
@@ -230,32 +252,38 @@ class RolloutRecorder:
             reason = error_text(error).rstrip(".")
             logger.warning_once(f"Rollouts cannot be recorded ({reason}); training continues without these records.")
 
-    def _open_writer(self, step: int) -> RecordWriter:
+    def _open_writer(self, step: int, weights: Tensor) -> RecordWriter:
         """Return the writer, opened at the first record; a run that begins after step 0 is a resumed run."""
         if self._writer is None:
-            model = self.trainer.model
+            model = self.run.model
             description = {
                 "name": self.args.run_name or self.output_dir.resolve().name,
-                "rewards": list(self.trainer.reward_func_names),
+                "rewards": list(self.reward_names),
                 "model": str(model.config._name_or_path or type(model).__name__),
                 "options": self.args.to_sanitized_dict(),
                 "changed": self._changed,
-                "setup": describe_setup(self.trainer),
+                "setup": describe_setup(model, self.run.accelerator, self._by_name(weights)),
             }
             max_bytes = int(self.args.rollout_log_max_megabytes * 1e6)
             self._writer = RecordWriter(self.output_dir, description, max_bytes, resumed=step > 0)
         return self._writer
 
 
-def describe_setup(trainer: ConstructedTrainer) -> dict[str, str]:
-    """Return rewards, LoRA, command (without tokens), device, versions and commit of a run, as text by name."""
-    weights, adapters = trainer.named_reward_weights(), getattr(trainer.model, "peft_config", None) or {}
-    lora = [f"r={each.r}, alpha={each.lora_alpha}, {each.target_modules}" for each in adapters.values()]
+def describe_setup(model: Any, accelerator: Accelerator, weights: Mapping[str, float]) -> dict[str, str]:
+    """Return rewards, LoRA, command (without tokens), device, versions and commit of a run, as text by name.
+
+    Args:
+        model: the policy, with or without adapters.
+        accelerator: device and processes.
+        weights: name of a reward -> its weight.
+    """
+    adapters = getattr(model, "peft_config", None) or {}
+    lora = [f"r={config.r}, alpha={config.lora_alpha}, {config.target_modules}" for config in adapters.values()]
     commit = ""
     with suppress(OSError, subprocess.CalledProcessError):
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, check=True, text=True).stdout.strip()
     command = shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
-    device = trainer.accelerator.device
+    device = accelerator.device
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     versions = [f"vgr_trl {__version__}"]
     for name in ("trl", "transformers", "torch", "peft", "vllm"):
@@ -265,7 +293,7 @@ def describe_setup(trainer: ConstructedTrainer) -> dict[str, str]:
         "rewards": ", ".join(f"{name} x {weight:g}" for name, weight in weights.items()),
         "LoRA": "; ".join(lora) or "no",
         "command": re.sub(r"(--\w*(?:token|key)[= ])\S+", r"\1…", command),
-        "device": f"{trainer.accelerator.num_processes} x {place}",
+        "device": f"{accelerator.num_processes} x {place}",
         "versions": ", ".join(versions),
         "commit": commit,
     }
@@ -498,14 +526,14 @@ class RecordBeforeTraining(TrainerCallback):
         completions: number of completions in the batch, over all processes.
     """
 
-    def __init__(self, trainer: ConstructedTrainer) -> None:
+    def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer, self.scores = trainer, dict[str, float]()
         self.completions = trainer.args.eval_batch_size * trainer.accelerator.num_processes
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the batch, unless the run is resumed."""
         trainer: Any = self._trainer
-        if state.global_step > 0 or not needs_record_before_training(trainer):
+        if state.global_step > 0 or not needs_record_before_training(trainer.args, trainer.eval_dataset):
             return
         data, size = trainer.eval_dataset, trainer.args.eval_batch_size
         first = trainer.accelerator.process_index * size
@@ -523,8 +551,7 @@ class RecordBeforeTraining(TrainerCallback):
             np.random.set_state(numpy)
 
 
-def needs_record_before_training(trainer: ConstructedTrainer) -> bool:
+def needs_record_before_training(args: DAPOConfig, data: Any) -> bool:
     """Whether a run records rollouts, evaluates one data set of known length, and not already at step 0."""
-    args, data = trainer.args, trainer.eval_dataset
     wanted = args.rollout_log_steps > 0 and not args.eval_on_start and args.eval_strategy != "no"
     return wanted and isinstance(data, Sized) and not isinstance(data, dict) and len(data) > 0

@@ -15,8 +15,9 @@ from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import active_rules
 from vgr_trl.metrics.step_metrics import Gather
 from vgr_trl.registries import short_name
-from vgr_trl.rollout import ConstructedTrainer, Rollout
+from vgr_trl.rollout import Rollout
 from vgr_trl.rows import OLD_LOGPS, Placement, Rows, join_rows, valid_tokens
+from vgr_trl.run import Run
 from vgr_trl.signals.named import columns_to_signals, signals_to_columns
 
 logger = logging.get_logger(__name__)
@@ -271,12 +272,12 @@ def deal_groups(states: Sequence[Mapping[str, Any]], process_index: int, num_pro
 
 
 class Replay(ReplayBuffer, SavedState):
-    """The replay buffer of a trainer."""
+    """The replay buffer of a run."""
 
     kind = "replay"
 
-    def __init__(self, trainer: ConstructedTrainer) -> None:
-        args, self._trainer = trainer.args, trainer
+    def __init__(self, run: Run) -> None:
+        args, self._run = run.args, run
         super().__init__(
             args.replay_buffer_size,
             min_reward=args.filter_min_reward,
@@ -288,7 +289,7 @@ class Replay(ReplayBuffer, SavedState):
 
     def draw(self, count: int) -> list[Group]:
         """Evict groups that are too old, and sample up to `count` groups for the current batch."""
-        self.advance(self._trainer.state.global_step)
+        self.advance(self._run.step)
         return self.sample(count)
 
     def keep(self, rollout: Rollout, fresh: Sequence[Group]) -> None:
@@ -302,7 +303,7 @@ class Replay(ReplayBuffer, SavedState):
         size = selection.placement.num_generations
         admitted = self.admits(*(each.cpu().view(-1, size) for each in (selection.advantages, selection.task_rewards)))
         kept = [group for group in selection.kept if admitted[group]]
-        for group in [*cut_groups(rollout, kept, self._trainer._tokenizer.pad_token_id, self.step), *fresh]:
+        for group in [*cut_groups(rollout, kept, self._run.tokenizer.pad_token_id, self.step), *fresh]:
             self.add(group)
 
     def metrics(self, replaced_fraction: float) -> dict[str, float]:
@@ -311,7 +312,7 @@ class Replay(ReplayBuffer, SavedState):
         Args:
             replaced_fraction: share of the batch's groups that came from the buffer.
         """
-        accelerator = self._trainer.accelerator
+        accelerator = self._run.accelerator
         megabytes = sum(group.rows.nbytes for group in self.groups if group.rows is not None) / 1e6  # on this process
         return {
             "replay/size": len(self),
@@ -329,7 +330,7 @@ class Replay(ReplayBuffer, SavedState):
 
         The buffer starts empty, with a warning, if this run's options cannot train on its groups.
         """
-        accelerator, reason = self._trainer.accelerator, self._why_unusable(states[0])
+        accelerator, reason = self._run.accelerator, self._why_unusable(states[0])
         if reason is None:
             self.load_state_dict(deal_groups(states, accelerator.process_index, accelerator.num_processes))
         elif accelerator.is_main_process:
@@ -337,7 +338,7 @@ class Replay(ReplayBuffer, SavedState):
 
     def _contents(self) -> list[str]:
         """Return the options that add columns to stored groups and are on, and the names of their measurements."""
-        args, measurement = self._trainer.args, self._trainer.measurement
+        args, measurement = self._run.args, self._run.measurement
         options = {
             "beta": args.beta != 0,
             "kl_coef": args.kl_coef > 0,
@@ -345,12 +346,12 @@ class Replay(ReplayBuffer, SavedState):
             "use_vllm": args.use_vllm and args.vllm_importance_sampling_correction,
         }
         rules = [short_name(rule) for rule in active_rules(args)]
-        needed = [*measurement.needed, *sorted(self._trainer.term_needs), *measurement.views]
+        needed = [*measurement.needed, *sorted(measurement.term_needs), *measurement.views]
         return [*(name for name, is_on in options.items() if is_on), *needed, *rules]
 
     def _why_unusable(self, state: Mapping[str, Any]) -> str | None:
         """Return why these options cannot train on the groups of a saved buffer, None if they can."""
-        args = self._trainer.args
+        args = self._run.args
         if state["estimator"] != args.advantage_estimator:
             return f"advantage_estimator is {args.advantage_estimator}, and was {state['estimator']}"
         sizes = {len(group["advantages"]) for group in state["groups"]}

@@ -4,8 +4,8 @@ Tensors about groups cover all processes, prompt by prompt, so that every proces
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from itertools import count
 from math import gcd
 from typing import Any
@@ -26,97 +26,190 @@ from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.data.images import images_of
 from vgr_trl.errors import ConfigError
 from vgr_trl.patches.trl import merge_round_metrics, replace_newest
-from vgr_trl.rollout import ConstructedTrainer, GroupSelection, Rollout, weighted_sums
+from vgr_trl.rollout import GroupSelection, Rollout, weighted_sums
 from vgr_trl.rows import OLD_LOGPS, Placement, valid_tokens
-from vgr_trl.sampling.replay import Group, cut_groups, insert_groups
+from vgr_trl.run import Run
+from vgr_trl.sampling.replay import Group, Replay, cut_groups, insert_groups
 
 logger = logging.get_logger(__name__)
 Chosen = dict[int, tuple[Rollout, int]]  # group of the batch -> rollout and number of the group that replaces it
 
 
-def select_groups(trainer: ConstructedTrainer, rollout: Rollout) -> dict[str, float]:
-    """Replace zero-variance groups of a rollout by further or replayed groups, if switched on; return metrics."""
-    args, replay, metrics, chosen = trainer.args, trainer.replay, dict[str, float](), Chosen()
-    selection, rounds = find_zero_variance(trainer, rollout), [rollout]
-    if trainer.further_prompts is not None:
-        chosen, metrics = resample(trainer, rounds)
-    selection.trained = trained = len(selection.kept) + len(chosen)
-    if not args.selects_groups:
-        rollout.with_gradient = selection.rows_with_gradient()
-        return {"sampling/nonzero_variance_fraction": trained / selection.placement.num_groups}
-    missing = [group for group in selection.dropped if group not in chosen]
-    replayed = {} if replay is None else dict(zip(missing, replay.draw(len(missing)), strict=False))
-    estimator, changes = args.advantage_estimator, chosen or replayed or selection.filtered
-    if estimator == "reinforce_plus_plus" or (estimator == "grpo" and trainer.scale_rewards == "batch" and changes):
-        replayed = divide_by_one_deviation(rounds, chosen, replayed, estimator)
-        advantages = [value for each in rounds for value in each.selection.advantages.tolist()]
-        replace_newest(trainer._logs["advantages"], advantages)
-    pad_token_id, step = trainer._tokenizer.pad_token_id, trainer.state.global_step
-    fresh = {place: cut_groups(source, [number], pad_token_id, step)[0] for place, (source, number) in chosen.items()}
-    if replay is not None:
-        replay.keep(rollout, list(fresh.values()))
-    replacements = fresh | replayed
-    if replayed and rollout.signals is not None:  # stored groups have the column that TRL omits on-policy
-        rollout.batch = {OLD_LOGPS: rollout.signals.logps} | rollout.batch
-    if replacements:
-        gather, multiple = trainer.accelerator.gather, trainer.pad_to_multiple_of
-        insert_groups(rollout, replacements, gather, pad_token_id, multiple)
-    num_groups = selection.placement.num_groups
-    if replay is not None:
-        metrics |= replay.metrics(len(replayed) / num_groups)
-    metrics["sampling/nonzero_variance_fraction"] = (trained + len(replayed)) / num_groups
-    rollout.with_gradient, rollout.replaced = selection.rows_with_gradient(replacements), sorted(replacements)
-    # The rewards of a filtered group differ: without this, one that nothing replaces would be trained on.
-    advantages = rollout.batch["advantages"]
-    rollout.batch = {**rollout.batch, "advantages": advantages * rollout.with_gradient.to(advantages.device)}
-    return metrics
+@dataclass
+class GroupSelector:
+    """Selects the groups of rollouts that are trained on, and replaces others.
 
-
-def warn_of_streak(trainer: ConstructedTrainer, rollout: Rollout) -> None:
-    """Count a rollout with its credit, which may add to groups without variance; warn at the end of a streak."""
-    advantages, trained = rollout.batch["advantages"], rollout.selection.trained
-    if trainer.args.shapes_tokens:
-        added = per_token(advantages).abs().amax(1) > trainer.args.replay_var_epsilon  # (N,)
-        added &= ~rollout.with_gradient.to(added.device)
-        trained += int(trainer.accelerator.gather(added).sum())
-    if trainer.term_needs & {"teacher", "teacher_top"}:  # a teacher trains all groups
-        trained += len(rollout.selection.dropped)
-    sentence = trainer.zero_variance_streak.end_rollout(trained)
-    if sentence is not None and trainer.accelerator.is_main_process:
-        logger.warning(sentence)
-
-
-def resample(trainer: ConstructedTrainer, rounds: list[Rollout]) -> tuple[Chosen, dict[str, float]]:
-    """Generate for further prompts; return the groups that replace dropped groups, and metrics.
-
-    DAPO (https://huggingface.co/papers/2503.14476) generates until every group of the batch has a gradient; here the
-    number of rounds is limited.
-
-    Args:
-        trainer: generates and scores the further rollouts.
-        rounds: the rollout of the batch; further rollouts are appended.
+    Attributes:
+        run: options and processes.
+        replay, further_prompts: stored groups and further prompts, which replace others; None where they are off.
+        generate: generates, scores and rewards further rows of the data.
+        greedy_rewards: returns the rewards of a greedy completion of each row, (N of all, F), given their prompts.
+        metrics: metrics of training that wait to be logged, of each rollout.
+        table: columns of the table of completions.
+        reward_names: names of the reward functions.
     """
-    prompts, first = trainer.further_prompts, rounds[0].selection
-    missing, chosen, generated = list(first.dropped), Chosen(), 0
-    if missing:
-        prompts.begin(rounds[0].rows, first.placement)
-    with merge_round_metrics(trainer, first.placement.rows) as completions:
-        while missing and len(rounds) <= trainer.args.dynamic_sampling_max_rounds:
-            rows, count = prompts.draw(len(missing), first.placement)
-            if not rows:
-                break
-            completions.append(len(rows))
-            with trainer.new_rollout(rows) as further:
-                trainer.generate_and_score(further)
-                kept = find_zero_variance(trainer, further, first.bounds).kept
-            rounds.append(further)
-            chosen |= {place: (further, number) for place, number in zip(missing, kept, strict=False)}
-            missing, generated = missing[len(kept) :], generated + count
-    return chosen, {
-        "dynamic_sampling/rounds": len(rounds) - 1,
-        "dynamic_sampling/generated_groups": generated,
-        "dynamic_sampling/discarded_groups": generated - len(chosen),
-    }
+
+    run: Run
+    replay: Replay | None
+    further_prompts: "FurtherPrompts | None"
+    generate: Callable[[list[dict[str, Any]]], Rollout]
+    greedy_rewards: Callable[[list[dict[str, Any]], list[Any]], Tensor]
+    metrics: dict[str, list[float]]
+    table: dict[str, Any]
+    reward_names: Sequence[str]
+
+    def select(self, rollout: Rollout, weights: Tensor) -> dict[str, float]:
+        """Replace zero-variance groups of a rollout by further or replayed groups, if switched on; return metrics.
+
+        Args:
+            rollout: rollout of the batch.
+            weights: (F,), weights of the reward functions in this step.
+        """
+        args, replay, metrics, chosen = self.run.args, self.replay, dict[str, float](), Chosen()
+        selection, rounds = self.find_zero_variance(rollout, weights), [rollout]
+        if self.further_prompts is not None:
+            chosen, metrics = self.resample(self.further_prompts, rounds, weights)
+        selection.trained = trained = len(selection.kept) + len(chosen)
+        if not args.selects_groups:
+            rollout.with_gradient = selection.rows_with_gradient()
+            return {"sampling/nonzero_variance_fraction": trained / selection.placement.num_groups}
+        missing = [group for group in selection.dropped if group not in chosen]
+        replayed = {} if replay is None else dict(zip(missing, replay.draw(len(missing)), strict=False))
+        estimator, changes = args.advantage_estimator, chosen or replayed or selection.filtered
+        if estimator == "reinforce_plus_plus" or (estimator == "grpo" and args.scale_rewards == "batch" and changes):
+            replayed = divide_by_one_deviation(rounds, chosen, replayed, estimator)
+            advantages = [value for source in rounds for value in source.selection.advantages.tolist()]
+            replace_newest(self.table["advantages"], advantages)
+        metrics |= self._replace_groups(rollout, chosen, replayed)
+        # The rewards of a filtered group differ: without this, one that nothing replaces would be trained on.
+        advantages = rollout.batch["advantages"]
+        rollout.batch = {**rollout.batch, "advantages": advantages * rollout.with_gradient.to(advantages.device)}
+        return metrics
+
+    def _replace_groups(self, rollout: Rollout, chosen: Chosen, replayed: dict[int, Group]) -> dict[str, float]:
+        """Replace groups of a rollout by groups of further rounds and of the buffer; return metrics."""
+        run, replay, selection = self.run, self.replay, rollout.selection
+        pad_token_id, metrics = run.tokenizer.pad_token_id, dict[str, float]()
+        fresh = {place: cut_groups(source, [number], pad_token_id, run.step)[0]
+                 for place, (source, number) in chosen.items()}  # fmt: skip
+        if replay is not None:
+            replay.keep(rollout, list(fresh.values()))
+        replacements = fresh | replayed
+        if replayed and rollout.signals is not None:  # stored groups have the column that TRL omits on-policy
+            rollout.batch = {OLD_LOGPS: rollout.signals.logps} | rollout.batch
+        if replacements:
+            insert_groups(rollout, replacements, run.accelerator.gather, pad_token_id, run.pad_to_multiple_of)
+        num_groups = selection.placement.num_groups
+        if replay is not None:
+            metrics = replay.metrics(len(replayed) / num_groups)
+        metrics["sampling/nonzero_variance_fraction"] = (selection.trained + len(replayed)) / num_groups
+        rollout.with_gradient, rollout.replaced = selection.rows_with_gradient(replacements), sorted(replacements)
+        return metrics
+
+    def resample(
+        self, prompts: "FurtherPrompts", rounds: list[Rollout], weights: Tensor
+    ) -> tuple[Chosen, dict[str, float]]:
+        """Generate for further prompts; return the groups that replace dropped groups, and metrics.
+
+        DAPO (https://huggingface.co/papers/2503.14476) generates until every group of the batch has a gradient; here
+        the number of rounds is limited.
+
+        Args:
+            prompts: further prompts.
+            rounds: the rollout of the batch; further rollouts are appended.
+            weights: (F,), weights of the reward functions.
+        """
+        first = rounds[0].selection
+        missing, chosen, generated = list(first.dropped), Chosen(), 0
+        if missing:
+            prompts.begin(rounds[0].rows, first.placement)
+        with merge_round_metrics(
+            self.metrics, self.table, first.placement.rows, self.run.accelerator.num_processes
+        ) as completions:
+            while missing and len(rounds) <= self.run.args.dynamic_sampling_max_rounds:
+                rows, count = prompts.draw(len(missing), first.placement)
+                if not rows:
+                    break
+                completions.append(len(rows))
+                further = self.generate(rows)
+                kept = self.find_zero_variance(further, weights, first.bounds).kept
+                rounds.append(further)
+                chosen |= {place: (further, number) for place, number in zip(missing, kept, strict=False)}
+                missing, generated = missing[len(kept) :], generated + count
+        return chosen, {
+            "dynamic_sampling/rounds": len(rounds) - 1,
+            "dynamic_sampling/generated_groups": generated,
+            "dynamic_sampling/discarded_groups": generated - len(chosen),
+        }
+
+    def find_zero_variance(
+        self, rollout: Rollout, weights: Tensor, bounds: tuple[float, float] | None = None
+    ) -> GroupSelection:
+        """Estimate advantages and find the groups without a gradient; correct the advantages of batch and table.
+
+        Args:
+            rollout: gets the selection, and the advantages of its batch.
+            weights: (F,), weights of the reward functions.
+            bounds: quantiles of online filtering from the first round; None: this is the first round.
+        """
+        args, accelerator, size = self.run.args, self.run.accelerator, int(self.run.args.num_generations or 1)
+        estimator, baseline = args.advantage_estimator, None
+        rows = len(rollout.batch["prompt_ids"])
+        placement = Placement(rows, size, accelerator.process_index, accelerator.num_processes)
+        rewards = weighted_sums(rollout.rewards, weights)
+        tasks = sum_task_rewards(rollout.rewards, weights, args.penalises_kl)
+        advantages = accelerator.gather(rollout.batch["advantages"])
+        rollout.selection = selection = GroupSelection(placement, rewards, tasks, advantages)
+        if args.uses_critic:
+            of_tokens = rollout.batch["token_advantages"].nan_to_num()  # (N, T)
+            selection.advantages = accelerator.gather(masked_mean(of_tokens, valid_tokens(rollout.batch)).squeeze(1))
+        elif estimator != "grpo":
+            if estimator == "remax":
+                baseline = self.greedy_baseline(rollout, placement, weights)
+            selection.advantages = estimate_advantages(rewards, size, estimator, baseline)
+        if estimator != "grpo":
+            rollout.batch = {**rollout.batch, "advantages": selection.local_advantages}
+            replace_newest(self.table["advantages"], selection.advantages.tolist())
+        zero_variance, filtered = list[int](), list[int]()
+        if not args.uses_critic:
+            advantages = selection.advantages
+            if args.penalises_kl:  # the KL penalty differs within a group, but says nothing about the task
+                advantages = estimate_advantages(tasks, size, estimator, baseline)
+            spread = group_spread(advantages.view(-1, size), tasks.view(-1, size), estimator)
+            zero_variance = _true_indices(~(spread > args.replay_var_epsilon))  # NaN too
+        if args.online_filtering:
+            index, is_quantile = filter_index(args.filter_key, self.reward_names), args.filter_mode == "quantile"
+            compared = tasks if index is None else rollout.rewards[:, index]
+            means = compared.double().view(-1, size).nanmean(dim=1)  # (num_groups,), NaN for a group without rewards
+            selection.bounds = bounds or (args.filter_low, args.filter_high)
+            if is_quantile and bounds is None:
+                quantiles = (means.nanquantile(share).item() for share in (args.filter_low, args.filter_high))
+                selection.bounds = next(quantiles), next(quantiles)
+            filtered = filtered_groups(means, *selection.bounds, inclusive=is_quantile)
+        selection.filtered = sorted(set(filtered).difference(zero_variance))
+        selection.dropped = sorted({*zero_variance, *filtered})
+        return selection
+
+    def greedy_baseline(self, rollout: Rollout, placement: Placement, weights: Tensor) -> Tensor:
+        """Return the reward of one greedy completion per prompt for ReMax, (num_groups,), the same on every process.
+
+        The process with a prompt's first completion generates it. Rewards that compare a group count as 0; a
+        completion without other rewards has no baseline (NaN). Every process generates equally many completions;
+        nothing is logged.
+
+        Args:
+            rollout: its rows and their conversations.
+            placement: groups of the rollout on the processes.
+            weights: (F,), weights of the reward functions.
+        """
+        holders, processes = [*map(placement.holder, range(placement.num_groups))], range(placement.num_processes)
+        firsts = [[group for group, holder in enumerate(holders) if holder == process] for process in processes]
+        most, first_row = max(map(len, firsts)), placement.process_index * placement.rows
+        mine = [group * placement.num_generations - first_row for group in firsts[placement.process_index]]
+        rows = mine + [0] * (most - len(mine))  # collective calls: every process generates as many completions
+        rewards = self.greedy_rewards([rollout.rows[row] for row in rows], [rollout.messages[row] for row in rows])
+        sums = weighted_sums(rewards, weights).view(placement.num_processes, most)
+        return torch.cat([sums[process, : len(groups)] for process, groups in enumerate(firsts)])
 
 
 def divide_by_one_deviation(
@@ -167,75 +260,6 @@ def sum_task_rewards(rewards: Tensor, weights: Tensor, has_penalty: bool) -> Ten
     """
     count = rewards.size(1) - has_penalty
     return weighted_sums(rewards[:, :count], weights[:count])
-
-
-def find_zero_variance(
-    trainer: ConstructedTrainer, rollout: Rollout, bounds: tuple[float, float] | None = None
-) -> GroupSelection:
-    """Estimate advantages and find the groups without a gradient; correct the advantages of batch and table.
-
-    Args:
-        trainer: gives options, reward weights and processes.
-        rollout: gets the selection, and the advantages of its batch.
-        bounds: quantiles of online filtering from the first round; None: this is the first round.
-    """
-    args, accelerator, size = trainer.args, trainer.accelerator, int(trainer.args.num_generations or 1)
-    estimator, baseline = args.advantage_estimator, None
-    rows = len(rollout.batch["prompt_ids"])
-    placement = Placement(rows, size, accelerator.process_index, accelerator.num_processes)
-    rewards = weighted_sums(rollout.rewards, trainer.reward_weights)
-    tasks = sum_task_rewards(rollout.rewards, trainer.reward_weights, trainer.args.penalises_kl)
-    advantages = accelerator.gather(rollout.batch["advantages"])
-    rollout.selection = selection = GroupSelection(placement, rewards, tasks, advantages)
-    if trainer.critic is not None:
-        of_tokens = rollout.batch["token_advantages"].nan_to_num()  # (N, T)
-        selection.advantages = accelerator.gather(masked_mean(of_tokens, valid_tokens(rollout.batch)).squeeze(1))
-    elif estimator != "grpo":
-        if estimator == "remax":
-            baseline = greedy_baseline(trainer, rollout, placement)
-        selection.advantages = estimate_advantages(rewards, size, estimator, baseline)
-    if estimator != "grpo":
-        rollout.batch = {**rollout.batch, "advantages": selection.local_advantages}
-        replace_newest(trainer._logs["advantages"], selection.advantages.tolist())
-    zero_variance, filtered = list[int](), list[int]()
-    if trainer.critic is None:
-        advantages = selection.advantages
-        if trainer.args.penalises_kl:  # the KL penalty differs within a group, but says nothing about the task
-            advantages = estimate_advantages(tasks, size, estimator, baseline)
-        spread = group_spread(advantages.view(-1, size), tasks.view(-1, size), estimator)
-        zero_variance = _true_indices(~(spread > args.replay_var_epsilon))  # NaN too
-    if args.online_filtering:
-        index, is_quantile = filter_index(args.filter_key, trainer.reward_func_names), args.filter_mode == "quantile"
-        compared = tasks if index is None else rollout.rewards[:, index]
-        means = compared.double().view(-1, size).nanmean(dim=1)  # (num_groups,), NaN for a group without rewards
-        selection.bounds = bounds or (args.filter_low, args.filter_high)
-        if is_quantile and bounds is None:
-            selection.bounds = means.nanquantile(args.filter_low).item(), means.nanquantile(args.filter_high).item()
-        filtered = filtered_groups(means, *selection.bounds, inclusive=is_quantile)
-    selection.filtered = sorted(set(filtered).difference(zero_variance))
-    selection.dropped = sorted({*zero_variance, *filtered})
-    return selection
-
-
-def greedy_baseline(trainer: ConstructedTrainer, rollout: Rollout, placement: Placement) -> Tensor:
-    """Return the reward of one greedy completion per prompt for ReMax, (num_groups,), the same on every process.
-
-    The process with a prompt's first completion generates it. Rewards that compare a group count as 0; a completion
-    without other rewards has no baseline (NaN). Every process generates equally many completions; nothing is logged.
-
-    Args:
-        trainer: generates, rewards and weighs the rewards.
-        rollout: its rows and their conversations.
-        placement: groups of the rollout on the processes.
-    """
-    holders, processes = [*map(placement.holder, range(placement.num_groups))], range(placement.num_processes)
-    firsts = [[group for group, holder in enumerate(holders) if holder == process] for process in processes]
-    most, first_row = max(map(len, firsts)), placement.process_index * placement.rows
-    mine = [group * placement.num_generations - first_row for group in firsts[placement.process_index]]
-    rows = mine + [0] * (most - len(mine))  # collective calls: every process generates as many completions
-    rewards = trainer.greedy_rewards([rollout.rows[row] for row in rows], [rollout.messages[row] for row in rows])
-    sums = weighted_sums(rewards, trainer.reward_weights).view(placement.num_processes, most)
-    return torch.cat([sums[process, : len(groups)] for process, groups in enumerate(firsts)])
 
 
 def filtered_groups(means: Tensor, low: float, high: float, *, inclusive: bool = False) -> list[int]:
@@ -292,8 +316,20 @@ class ZeroVarianceStreak(SavedState):
 
     def __init__(self, args: DAPOConfig) -> None:
         self._args, self._steps = args, 0
-        served = (args.steps_per_generation or 1) * args.num_iterations // args.gradient_accumulation_steps
-        self.steps_per_rollout = max(served, 1)
+        self.steps_per_rollout = max(int(args.steps_per_rollout), 1)
+
+    def warn(self, run: Run, rollout: Rollout) -> None:
+        """Count a rollout with its credit, which may add to groups without variance; warn at the end of a streak."""
+        advantages, trained = rollout.batch["advantages"], rollout.selection.trained
+        if run.args.shapes_tokens:
+            added = per_token(advantages).abs().amax(1) > run.args.replay_var_epsilon  # (N,)
+            added &= ~rollout.with_gradient.to(added.device)
+            trained += int(run.accelerator.gather(added).sum())
+        if run.measurement.term_needs & {"teacher", "teacher_top"}:  # a teacher trains all groups
+            trained += len(rollout.selection.dropped)
+        sentence = self.end_rollout(trained)
+        if sentence is not None and run.accelerator.is_main_process:
+            logger.warning(sentence)
 
     def end_rollout(self, kept: int) -> str | None:
         """Count a rollout; return a warning when the streak reaches 5 steps, once per streak.

@@ -50,6 +50,12 @@ class SharingReport:
         prompts, rows = self.in_training if self.in_training[1] else (self.prompts, self.rows)
         return prompts / rows if rows else 1.0
 
+    def metrics(self) -> dict[str, float]:
+        """Return the prompts computed per row since the last call; empty without rows."""
+        metrics = {"sharing/prompts_per_row": self.prompts_per_row} if self.rows else {}
+        self.rows, self.prompts, self.in_training = 0, 0, (0, 0)
+        return metrics
+
     def __str__(self) -> str:
         reasons = f" ({'; '.join(self.plain)})" if self.plain else ""
         return f"computed {self.prompts} prompts for {self.rows} rows{reasons}"

@@ -23,7 +23,7 @@ from vgr_trl.registries import (
     needed_signals,
 )
 from vgr_trl.rewards.loading import may_read_columns
-from vgr_trl.rollout import ConstructedTrainer, Measurement
+from vgr_trl.run import Measurement, Run
 from vgr_trl.run_facts import Features, RunFacts
 from vgr_trl.sharing.exactness import why_not_share
 from vgr_trl.sharing.model_support import (
@@ -44,8 +44,7 @@ from vgr_trl.signals.probe import (
     why_not_measurable,
 )
 from vgr_trl.signals.ratios import last_layers, special_token_ids, vision_token_ids
-from vgr_trl.vision.dummy_image import DummyImage
-from vgr_trl.vision.feature_cache import VisionCache, parts_of_tower, tower_trains, why_not_once
+from vgr_trl.vision import DummyImage, VisionCache, parts_of_tower, tower_trains, why_not_once
 
 logger = logging.get_logger(__name__)
 
@@ -251,16 +250,22 @@ def describe_sharing(features: Features, num_generations: int, passes: RowsPerPa
     return f"{sharing} In training, it is computed in each of its {parts}."
 
 
-def announce(trainer: ConstructedTrainer, facts: RunFacts) -> None:
-    """Log in the main process where prompts are shared, and which options have no effect."""
-    if not trainer.accelerator.is_main_process:
+def announce(run: Run, passes: RowsPerPass, idle: Mapping[str, str]) -> None:
+    """Log in the main process where prompts are shared, and which options have no effect.
+
+    Args:
+        run: plans of the run.
+        passes: rows of a training pass.
+        idle: name of an option that is not at its default -> why it has no effect.
+    """
+    if not run.accelerator.is_main_process:
         return
-    features, args, group = trainer.features, trainer.args, trainer.num_generations
-    spread = describe_spread_groups(args, group, trainer.accelerator.num_processes)
-    logger.warning(describe_sharing(features, group, trainer.rows_per_pass) + spread)
+    features, args, facts, group = run.features, run.args, run.facts, int(run.args.num_generations or 1)
+    spread = describe_spread_groups(args, group, run.accelerator.num_processes)
+    logger.warning(describe_sharing(features, group, passes) + spread)
     logger.info(str(features))
     is_fast = args.use_vllm or args.use_transformers_continuous_batching or args.cache_implementation
-    if trainer.accelerator.device.type == "cuda" and not is_fast:
+    if run.accelerator.device.type == "cuda" and not is_fast:
         cure = "set use_vllm, or cache_implementation=static, with which a 7B takes 1.7 s for 128 tokens, not 5.1 s"
         logger.warning(f"Kernel launches slow down generation by transformers: {cure}.")
     shared = features.share_generation.enabled or features.share_training.enabled
@@ -269,8 +274,8 @@ def announce(trainer: ConstructedTrainer, facts: RunFacts) -> None:
     if facts.is_sharded and args.sync_ref_model:
         logger.warning("ZeRO-3 and FSDP save no reference of sync_ref_model: this run cannot be resumed.")
     if facts.is_vlm:
-        logger.info(str(trainer.vision_cache))
-    for name, why in trainer.idle_options.items():
+        logger.info(str(run.vision_cache))
+    for name, why in idle.items():
         logger.warning(f"{name} has no effect: {why}.")
 
 
@@ -306,7 +311,16 @@ def plan_measurement(facts: RunFacts) -> Measurement:
     layers = count_attention_layers(model) if "attention" in needed else 0
     samples = args.attention_rows == "auto" and args.attention_source == "scoring" and not facts.completion_maker
     return Measurement(
-        needed, ids, tuple(special_token_ids(facts.processor)), views, of_rows, top, named, layers, samples
+        needed,
+        ids,
+        tuple(special_token_ids(facts.processor)),
+        views,
+        of_rows,
+        top,
+        named,
+        layers,
+        samples,
+        frozenset(args.term_needs()),
     )
 
 

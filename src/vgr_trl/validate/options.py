@@ -24,7 +24,7 @@ from vgr_trl.options import unused_options
 from vgr_trl.pixels import TOKEN_TYPES
 from vgr_trl.rewards.functions import gather_groups, needed_columns, scale_by_accuracy
 from vgr_trl.rewards.loading import RewardSchedule, is_reward_name, load_reward, replace_by_hard_negative
-from vgr_trl.rollout import ConstructedTrainer
+from vgr_trl.run import Run
 from vgr_trl.run_facts import RunFacts
 from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.sharing.model_support import causal_model
@@ -212,15 +212,21 @@ def check_head(device: torch.device, installed: str | None = None) -> None:
         raise UnsupportedTRLError(f'{found}: train on a GPU, or pip install "trl>=1.16".')
 
 
-def find_idle_options(trainer: ConstructedTrainer) -> dict[str, str]:
-    """Return why each option of a run that is not at its default has no effect, by name."""
-    needed = trainer.measurement.needed
+def find_idle_options(run: Run, changes_weights: bool, evaluates: bool) -> dict[str, str]:
+    """Return why each option of a run that is not at its default has no effect, by name.
+
+    Args:
+        run: options, rewards and measurements.
+        changes_weights: whether the reward weights change during the run.
+        evaluates: whether the run has evaluation data.
+    """
+    needed = run.measurement.needed
     present = {
         "attention": "attention" in needed,
         "similarity": "similarity" in needed,
         "blind_answers": "blind" in needed,
-        "changing_weights": trainer.reward_schedule.changes,
-        "evaluation": trainer.eval_dataset is not None,
-        "length_reward": any("overlong" in name for name in trainer.reward_func_names),
+        "changing_weights": changes_weights,
+        "evaluation": evaluates,
+        "length_reward": any("overlong" in name for name in run.facts.rewards),
     }
-    return unused_options(trainer.args, [name for name, holds in present.items() if not holds])
+    return unused_options(run.args, [name for name, holds in present.items() if not holds])

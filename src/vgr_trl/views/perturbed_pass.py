@@ -14,10 +14,11 @@ from trl.trainer.utils import use_adapter
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.errors import DataError
 from vgr_trl.metrics.step_metrics import Totals
+from vgr_trl.passes.run_pass import run_pass, score
 from vgr_trl.patches.trl import process_with_options
 from vgr_trl.pixels import image_tensors, joined
 from vgr_trl.registries import TEACHER
-from vgr_trl.rollout import ConstructedTrainer, Noise, Rollout, weighted_sums
+from vgr_trl.rollout import Noise, Rollout, weighted_sums
 from vgr_trl.rows import (
     OLD_LOGPS,
     ImagesOfRows,
@@ -32,14 +33,15 @@ from vgr_trl.rows import (
     text_inputs,
     valid_tokens,
 )
+from vgr_trl.run import Run
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.prefix_split import round_up_to_groups
 from vgr_trl.signals.named import NOISY, RolloutSignals, add_named, build_unmeasured_signals, named_metrics
 from vgr_trl.signals.perturbation import Seen, derive_seed, perturb_images, show_view
 from vgr_trl.signals.ratios import visual_dependency
-from vgr_trl.signals.scoring import Head, Purpose, Want
+from vgr_trl.signals.scoring import Head, Purpose, Scores, Want
 from vgr_trl.tools import show_again
-from vgr_trl.vision.feature_cache import images_processed_once
+from vgr_trl.vision import images_processed_once
 
 Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
 
@@ -142,41 +144,42 @@ def process_images(processor: Any, images: ImagesOfRows) -> dict[str, torch.Tens
         return image_tensors(processor.image_processor(images=flat, return_tensors="pt"))
 
 
-def score_perturbed(trainer: ConstructedTrainer, rollout: Rollout) -> None:
+def score_perturbed(run: Run, rollout: Rollout) -> None:
     """Score the completions given other images, and add the dependency and the views to the rollout's signals.
 
     Only the pixels of one pass are kept in memory. If the perception loss is on, the batch gets the perturbed pixels of
     all rows as `perturbed_pixel_values`.
     """
-    args, batch, measurement = trainer.args, rollout.batch, trainer.measurement
+    args, batch, measurement = run.args, rollout.batch, run.measurement
     every = range(len(batch["prompt_ids"]))
     if "perception" in measurement.needed:
-        pixels = _inputs_under(args.perturbation, trainer, rollout, every).get("pixel_values")
+        pixels = _inputs_under(args.perturbation, run, rollout, every).get("pixel_values")
         if pixels is not None:
             rollout.batch = batch = batch | {"perturbed_pixel_values": pixels}
     if not (measurement.views or measurement.row_views):
         return
     rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
-    size = round_up_to_groups(trainer.rows_per_pass.given, trainer.completions_per_prompt)
+    size = round_up_to_groups(run.rows_per_chunk, run.completions_per_prompt)
     chunks = [every[start : start + size] for start in every[::size]]
     if measurement.views:
-        _score_perturbations(trainer, rollout, chunks)
+        _score_perturbations(run, rollout, chunks)
     totals = Totals()
     for name in measurement.row_views:
-        signals.views[name] = seen = _score_row_view(trainer, rollout, name, chunks)
+        signals.views[name] = seen = _score_row_view(run, rollout, name, chunks)
         known = signals.mask.bool() & ~seen.isnan()
         totals.add_mean(f"views/{name}/rows", known.any(1), signals.mask.any(1))
-    gather = trainer.accelerator.gather
+    gather = run.accelerator.gather
     rollout.metrics |= named_metrics(add_named(measurement.named, signals), signals, gather) | totals.metrics(gather)
 
 
-def _score_perturbations(trainer: ConstructedTrainer, rollout: Rollout, chunks: Sequence[range]) -> None:
+def _score_perturbations(run: Run, rollout: Rollout, chunks: Sequence[range]) -> None:
     """Score a rollout under all perturbations, some rows at a time; set what its signals say about them."""
-    args, batch, measurement = trainer.args, rollout.batch, trainer.measurement
+    args, batch, measurement = run.args, rollout.batch, run.measurement
     signals = cast("RolloutSignals", rollout.signals)
     parts = [
-        trainer.score(
-            stacked_inputs([_inputs_under(name, trainer, rollout, rows) for name in measurement.views]),
+        score(
+            run,
+            stacked_inputs([_inputs_under(name, run, rollout, rows) for name in measurement.views]),
             Want(hidden=measurement.needs("shift")),
             purpose=Purpose.VIEW,
         )
@@ -200,33 +203,33 @@ def _score_perturbations(trainer: ConstructedTrainer, rollout: Rollout, chunks: 
         hidden = [part.hidden[: len(part.hidden) // len(views)] for part in parts if part.hidden is not None]
         with torch.no_grad():
             others = torch.cat(hidden)
-            shift = Head(causal_model(trainer.model)).shift(rollout.scores.hidden, others, mask, args.temperature)
+            shift = Head(causal_model(run.model)).shift(rollout.scores.hidden, others, mask, args.temperature)
         signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in shift)
 
 
-def _score_row_view(trainer: ConstructedTrainer, rollout: Rollout, name: str, chunks: Sequence[range]) -> torch.Tensor:
+def _score_row_view(run: Run, rollout: Rollout, name: str, chunks: Sequence[range]) -> torch.Tensor:
     """Return the log-probabilities of the completions under a view of their rows, (N, T); NaN for rows without it.
 
     Args:
-        trainer: scores the completions.
-        rollout: a scored rollout; of the view `teacher` it keeps the images, and its batch what loss terms read.
+        run: scores the completions.
+        rollout: a scored rollout; it keeps the images of the view `teacher`, and its batch gets columns of loss terms.
         name: of the view among the signals.
         chunks: rows of each pass.
     """
-    found, top, measurement = [], [], trainer.measurement
+    found, top, measurement = [], [], run.measurement
     reads_all, count = measurement.needs("teacher_top"), measurement.teacher_top
     reads = name == TEACHER and (reads_all or (count > 0 and bool(rollout.recorded)))
     for rows in chunks:
-        seen = _rows_under(measurement.row_views[name], trainer, rollout, rows)
+        seen = _rows_under(measurement.row_views[name], run, rollout, rows)
         shown = {row: [*each.images] for row, each in zip(rows, seen, strict=True) if each is not None}
-        inputs = inputs_with_view(trainer, rollout, rows, seen)
-        with _weights_of(name, trainer) as model, torch.no_grad():
-            scores = trainer.score(inputs, Want(hidden=reads), model, purpose=Purpose.VIEW)
+        inputs = inputs_with_view(run, rollout, rows, seen)
+        with _weights_of(name, run) as model, torch.no_grad():
+            scores = score(run, inputs, Want(hidden=reads), model, purpose=Purpose.VIEW)
             if scores.hidden is not None:
                 read = [row in shown and (reads_all or row in (rollout.recorded or ())) for row in rows]
                 mask = scores.mask & torch.tensor(read, device=scores.mask.device).unsqueeze(1)
                 head = Head(causal_model(model))
-                top.append(head.most_likely(scores.hidden, mask, count, trainer.args.temperature))
+                top.append(head.most_likely(scores.hidden, mask, count, run.args.temperature))
         missing = torch.tensor([row not in shown for row in rows], device=scores.logps.device)
         found.append(scores.logps.float().masked_fill(missing.unsqueeze(1), torch.nan))
         if name == TEACHER:
@@ -234,7 +237,7 @@ def _score_row_view(trainer: ConstructedTrainer, rollout: Rollout, name: str, ch
     if top:
         rollout.teacher_top = torch.cat([ids for ids, _ in top]), torch.cat([logps for _, logps in top])
     logps = torch.cat(found)
-    if name == TEACHER and trainer.term_needs & {"teacher", "teacher_top"}:
+    if name == TEACHER and run.measurement.term_needs & {"teacher", "teacher_top"}:
         named = zip(("teacher_top_ids", "teacher_top_logps"), (rollout.teacher_top or ()) * reads_all, strict=False)
         columns = {column: each.transpose(1, 2).contiguous() for column, each in named}  # the tokens last
         rollout.batch = rollout.batch | {"teacher_logps": logps} | columns
@@ -242,21 +245,21 @@ def _score_row_view(trainer: ConstructedTrainer, rollout: Rollout, name: str, ch
 
 
 @contextmanager
-def _weights_of(name: str, trainer: ConstructedTrainer) -> Iterator[nn.Module]:
+def _weights_of(name: str, run: Run) -> Iterator[nn.Module]:
     """Yield the model that scores a view: the policy, or its reference for a teacher with those weights."""
-    if name != TEACHER or trainer.args.teacher_weights == "policy":
-        yield trainer.model
-    elif trainer.ref_model is not None:
-        yield trainer.ref_model
+    if name != TEACHER or run.args.teacher_weights == "policy":
+        yield run.model
+    elif run.reference is not None:
+        yield run.reference
     else:
-        policy: Any = trainer.accelerator.unwrap_model(trainer.model)
+        policy: Any = run.accelerator.unwrap_model(run.model)
         with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):  # as TRL scores it
-            yield trainer.model
+            yield run.model
 
 
-def _rows_under(view: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range) -> list[Seen | None]:
+def _rows_under(view: str, run: Run, rollout: Rollout, rows: range) -> list[Seen | None]:
     """Return some rows under a view, the same for the completions of a prompt; None: a row has no view."""
-    args, step, size = trainer.args, trainer.state.global_step, trainer.completions_per_prompt
+    args, step, size = run.args, run.step, run.completions_per_prompt
     parameters, numbers = args.parameters_of(view), [(rollout.first + row) // size for row in rows]
     shown: dict[int, Seen | None] = {}  # by number of the prompt
     for number, row in dict(zip(numbers, rows, strict=True)).items():
@@ -265,13 +268,11 @@ def _rows_under(view: str, trainer: ConstructedTrainer, rollout: Rollout, rows: 
     return [shown[number] for number in numbers]
 
 
-def inputs_with_view(
-    trainer: ConstructedTrainer, rollout: Rollout, rows: range, seen: Sequence[Seen | None]
-) -> dict[str, Any]:
+def inputs_with_view(run: Run, rollout: Rollout, rows: range, seen: Sequence[Seen | None]) -> dict[str, Any]:
     """Build the scoring inputs of some rows of a rollout behind prompts with other images and texts, of any size.
 
     Args:
-        trainer: gives the processor and the padding.
+        run: processor and padding.
         rollout: a scored rollout.
         rows: numbers of the rows.
         seen: each of these rows under a view; None: as it is.
@@ -281,30 +282,29 @@ def inputs_with_view(
         one if new is None else _append_text(replace_images(one, new.images), new.text)
         for one, new in zip(own, seen, strict=True)
     ]
-    with images_processed_once(trainer.processing_class):
-        prompts = trainer.tokenize(shown)
+    with images_processed_once(run.processor):
+        prompts = run.tokenize(shown)
     inputs = build_scoring_inputs(
         prompts,
         rollout.batch["completion_ids"][part].tolist(),
-        pad_token_id=trainer._tokenizer.pad_token_id,
-        vision_token_ids=trainer.measurement.vision_token_ids,
-        pad_to_multiple_of=trainer.pad_to_multiple_of or None,
+        pad_token_id=run.tokenizer.pad_token_id,
+        vision_token_ids=run.measurement.vision_token_ids,
+        pad_to_multiple_of=run.pad_to_multiple_of,
     )
     completion_mask = rollout.batch["completion_mask"][part]
     inputs["attention_mask"][:, -inputs["logits_to_keep"] :] = completion_mask.to(inputs["attention_mask"])
     return inputs
 
 
-def _inputs_under(name: str, trainer: ConstructedTrainer, rollout: Rollout, rows: range) -> dict[str, Any]:
+def _inputs_under(name: str, run: Run, rollout: Rollout, rows: range) -> dict[str, Any]:
     """Build the scoring inputs of some rows of a rollout under the perturbation `name`."""
-    args = trainer.args
+    args = run.args
     if name == REMOVE_IMAGE:
-        prompts = trainer.tokenize([replace_images(prompt, ()) for prompt in rollout.messages[rows.start : rows.stop]])
-        return text_inputs(_take_batch(rollout, rows), prompts, trainer._tokenizer.pad_token_id)
-    parameters, step = args.parameters_of(name), trainer.state.global_step
-    perturb = partial(perturb_images, name=name, parameters=parameters, seed=args.seed, step=step)
-    shared_by = trainer.completions_per_prompt if args.perturb_per == "prompt" else 1
-    inputs, images = inputs_with_other_images(trainer, rollout, rows, perturb, shared_by, args.perturb_images)
+        prompts = run.tokenize([replace_images(prompt, ()) for prompt in rollout.messages[rows.start : rows.stop]])
+        return text_inputs(_take_batch(rollout, rows), prompts, run.tokenizer.pad_token_id)
+    perturb = partial(perturb_images, name=name, parameters=args.parameters_of(name), seed=args.seed, step=run.step)
+    shared_by = run.completions_per_prompt if args.perturb_per == "prompt" else 1
+    inputs, images = inputs_with_other_images(run, rollout, rows, perturb, shared_by, args.perturb_images)
     if name == args.perturbation:
         rollout.perturbed_images |= zip(rows, images, strict=True)
     return inputs
@@ -315,12 +315,12 @@ def _take_batch(rollout: Rollout, rows: range) -> dict[str, Any]:
 
 
 def inputs_with_other_images(
-    trainer: ConstructedTrainer, rollout: Rollout, rows: range, perturb: Perturb, shared_by: int, which: str = "all"
+    run: Run, rollout: Rollout, rows: range, perturb: Perturb, shared_by: int, which: str = "all"
 ) -> tuple[dict[str, Any], list[list[Any]]]:
     """Build the scoring inputs of some rows of a rollout with perturbed images; return the images of each row too.
 
     Args:
-        trainer: gives the processor.
+        run: processor of the model.
         rollout: a generated rollout.
         rows: numbers of the rows.
         perturb: as `perturb_prompts` and `perturb_turns` take it.
@@ -334,49 +334,63 @@ def inputs_with_other_images(
     fields: Mapping[str, Any] = {}
     if rollout.turns is None:
         conversations, own = perturb_prompts(rollout.messages[rows.start : rows.stop], numbers, perturb)
-        prompts = trainer.tokenize(conversations)
+        prompts = run.tokenize(conversations)
         fields, distinct = prompts.fields, prompts.images or []
         images: list[list[Any]] = [images_in(conversations[place]) for place in own]
     else:
         images = distinct = perturb_turns(rollout.turns.take(rows), numbers, which, perturb)
-        fields, own = process_images(trainer.processing_class, images) if any(images) else {}, [*range(len(rows))]
+        fields, own = process_images(run.processor, images) if any(images) else {}, [*range(len(rows))]
     if not any(images):
         return scoring_inputs(batch), images
     pixels = joined(pixels_of_rows(fields, distinct, own, batch))
     return scoring_inputs({**batch, "pixel_values": pixels}), images
 
 
-def perturb_noisy_prompts(trainer: ConstructedTrainer, rollout: Rollout, prompts: Prompts) -> Prompts:
+def score_perturbed_part(run: Run, model: nn.Module, batch: Mapping[str, Any], tokens: torch.Tensor) -> Scores:
+    """Score a part of a micro-batch with perturbed images, with gradients.
+
+    Args:
+        run: gives processes and plans.
+        model: the policy, also wrapped.
+        batch: a part of a micro-batch, with `perturbed_pixel_values` if it has images.
+        tokens: (N, T) bool, tokens with loss.
+    """
+    if (pixels := batch.get("perturbed_pixel_values")) is not None:
+        batch = {**batch, "pixel_values": joined(pixels)}
+    want = Want(entropies=True, tokens=tokens)
+    return run_pass(run, model, scoring_inputs(batch), want, purpose=Purpose.VIEW, gradients=True)
+
+
+def perturb_noisy_prompts(run: Run, rollout: Rollout, prompts: Prompts) -> Prompts:
     """Perturb the images of some prompts of a rollout; return the prompts to sample from.
 
     The last completions of each prompt see the same perturbed images, on any process. The rollout keeps the prompts.
 
     Args:
-        trainer: gives options, step and processor.
+        run: options, step and processor.
         rollout: its `noise` is set.
         prompts: of the first turn.
 
     Raises:
         DataError: a perturbed image has other tokens than the image.
     """
-    args, state = trainer.args, trainer.state
-    if not args.noisy_generations or not trainer.model.training or rollout.greedy or rollout.blind:
+    args, state = run.args, run.get_state()
+    if not args.noisy_generations or not run.trains or rollout.greedy or rollout.blind:
         return prompts
     step = state.global_step + 1
     left = args.noise_left(step, max(state.max_steps, step))
     count = args.noisy_generations if args.noisy_decay_of == "strength" else round(args.noisy_generations * left)
     strength = 1.0 if args.noisy_decay_of == "generations" else left
-    size, every = trainer.completions_per_prompt, range(rollout.first, rollout.first + len(rollout.rows))
+    size, every = run.completions_per_prompt, range(rollout.first, rollout.first + len(rollout.rows))
     noisy = noisy_rows(every, size, count)
     rollout.noise = Noise(noisy, count, strength)
-    trainer._log_completion_extra("noisy", noisy)
     if not any(noisy) or prompts.images is None:  # another process may have noisy rows with images
         return prompts
     parameters = args.noisy_parameters(strength)
     perturb = partial(perturb_images, name=args.noisy_perturbation, parameters=parameters, seed=args.seed, step=step)
     perturbed, own = perturb_prompts(rollout.messages, [number // size for number in every], perturb)
     seen = [perturbed[own[row]] if is_noisy else rollout.messages[row] for row, is_noisy in enumerate(noisy)]
-    shown = trainer.tokenize(seen)
+    shown = run.tokenize(seen)
     if [list(ids) for ids in shown.ids] != [list(ids) for ids in prompts.ids]:
         raise DataError(f"{args.noisy_perturbation} changes image tokens: set noisy_generations to 0.")
     rollout.noise.prompts = shown
@@ -394,9 +408,9 @@ def noisy_rows(numbers: Sequence[int], generations: int, count: int) -> list[boo
     return [number % generations >= generations - count for number in numbers]
 
 
-def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
+def record_noise(run: Run, rollout: Rollout, reward_weights: torch.Tensor) -> None:
     """Set old log-probabilities and metrics of a noisy rollout, and the view that a teacher `clean` compares with."""
-    noise, args = rollout.noise, trainer.args
+    noise, args = rollout.noise, run.args
     if noise is None:
         return
     if noise.generations and (args.noisy_importance == "perturbed" or args.teacher_view == "clean"):
@@ -404,15 +418,15 @@ def record_noise(trainer: ConstructedTrainer, rollout: Rollout) -> None:
         if seen is not None and seen.images is not None:
             pixels = pixels_of_rows(seen.fields, seen.images, range(len(rollout.rows)), batch)
             batch = batch | {"pixel_values": joined(pixels)}
-        scores = trainer.score(scoring_inputs(batch), Want(), purpose=Purpose.VIEW)
+        scores = score(run, scoring_inputs(batch), Want(), purpose=Purpose.VIEW)
         if args.noisy_importance == "perturbed":
             rollout.batch = rollout.batch | {OLD_LOGPS: scores.logps}
         if args.teacher_view == "clean" and rollout.signals is not None:
             rollout.signals.views[NOISY] = scores.logps.float()
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}
     if noise.generations:
-        rewards = weighted_sums(rollout.rewards, trainer.reward_weights).nan_to_num()  # (N of all,)
-        rows = noisy_rows(range(len(rewards)), trainer.completions_per_prompt, noise.generations)
+        rewards = weighted_sums(rollout.rewards, reward_weights).nan_to_num()  # (N of all,)
+        rows = noisy_rows(range(len(rewards)), run.completions_per_prompt, noise.generations)
         noisy = torch.tensor(rows, device=rewards.device)
         rollout.metrics["noisy/reward"] = rewards[noisy].mean().item()
         rollout.metrics["noisy/reward_clean"] = rewards[~noisy].mean().item()

@@ -17,28 +17,29 @@ from torch.nn.functional import adaptive_avg_pool2d
 from vgr_trl.data.images import Box, boxes_of
 from vgr_trl.errors import DataError
 from vgr_trl.pixels import image_inputs_of, image_tensors, parts_by_counts, tiles_by_tokens
-from vgr_trl.rollout import ConstructedTrainer, Rollout, describe_row
+from vgr_trl.rollout import Rollout, describe_row
+from vgr_trl.run import Run
 from vgr_trl.views.perturbed_pass import images_in, replace_images
 
 _WHOLE: list[Box] = [(0.0, 0.0, 1.0, 1.0)]
 
 
-def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch.Tensor) -> torch.Tensor | None:
+def region_mask(run: Run, rollout: Rollout, prompt_ids: torch.Tensor) -> torch.Tensor | None:
     """Return the vision tokens of each row's boxes, (N, P) bool; None if nothing reads them.
 
     Rows without boxes, or with several images, get no token.
 
     Args:
-        trainer: gives measurements and the processor.
+        run: measurements and processor.
         rollout: rows with their boxes and conversations.
         prompt_ids: (N, P), tokens of the prompts.
     """
-    if "regions" not in trainer.measurement.needed:
+    if "regions" not in run.measurement.needed:
         return None
-    vision_tokens = torch.tensor(trainer.measurement.vision_token_ids, device=prompt_ids.device)
+    vision_tokens = torch.tensor(run.measurement.vision_token_ids, device=prompt_ids.device)
     vision = torch.isin(prompt_ids, vision_tokens)  # (N, P)
     region = torch.zeros_like(vision)
-    size = 1 if rollout.greedy else trainer.completions_per_prompt
+    size = 1 if rollout.greedy else run.completions_per_prompt
     boxes: dict[int, list[Box]] = {}  # number of the prompt -> its boxes
     members: dict[int, list[int]] = {}
     for row in range(len(rollout.rows)):
@@ -58,7 +59,7 @@ def region_mask(trainer: ConstructedTrainer, rollout: Rollout, prompt_ids: torch
         prompts = [rollout.messages[row] for row in leaders]
         sizes = [images_in(prompt)[0].size for prompt in prompts]
         drawn = [[draw_regions(each, size)] for each, size in zip(regions, sizes, strict=False)]
-        return image_tensors(trainer.tokenize([*map(replace_images, prompts, drawn)]).fields)
+        return image_tensors(run.tokenize([*map(replace_images, prompts, drawn)]).fields)
 
     shown, black, white = map(draw, (boxes.values(), repeat([]), repeat(_WHOLE)))
     lit = lit_share(*(given["pixel_values"] for given in (shown, black, white)))

@@ -13,7 +13,7 @@ import transformers as hf
 import yaml
 
 from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.vision.feature_cache import parameters_of_tower
+from vgr_trl.vision import parameters_of_tower
 
 PAD, EOS, IMAGE, OPEN, CLOSE, VIDEO, TEXT = 0, 1, 2, 3, 4, 5, 8  # TEXT: the first of the ordinary tokens
 VOCABULARY = 96

@@ -14,8 +14,8 @@ from support.trainers import weights
 from torch.utils._pytree import tree_leaves
 
 from vgr_trl import checkpoints
+from vgr_trl.checkpoints import ResumableTrainer
 from vgr_trl.errors import ConfigError
-from vgr_trl.run_facts import read_facts
 from vgr_trl.validate.features import announce
 
 RESUMED = {"per_device_train_batch_size": 4, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 1}
@@ -168,20 +168,20 @@ def test_a_stream_that_begins_anew_is_not_resumed():
         train_dataset=IterableDataset.from_generator(lambda: iter(())),
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"saved in a later epoch of the stream \(1.00\)"):
-        checkpoints._position_in_data(trainer, "checkpoint-3")
+        ResumableTrainer._position_in_data(trainer, "checkpoint-3")
     trainer.state.epoch = 0.99
-    assert checkpoints._position_in_data(trainer, "checkpoint-3") == (0, 3)
+    assert ResumableTrainer._position_in_data(trainer, "checkpoint-3") == (0, 3)
 
 
 def test_all_tensors_of_a_rollout_go_back_to_the_device(tmp_path):
     """Those of the perception loss are cut by row, in a list."""
     args = SimpleNamespace(steps_per_generation=2, gradient_accumulation_steps=1)
     accelerator = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("meta"))
-    trainer = SimpleNamespace(args=args, accelerator=accelerator, num_iterations=1)
+    trainer = SimpleNamespace(args=args, accelerator=accelerator, _micro_batches_per_generation=lambda: 2)
     inputs = [{"prompt_ids": torch.ones(2, 3), "perturbed_pixel_values": [torch.ones(4)] * 2, "num_images": [1, 1]}]
     share = {"micro_batch": 1, "of": 2, "inputs": inputs, "waiting": False}
     checkpoints.save_share(share, tmp_path, 0, 1, checkpoints.GENERATION)
-    checkpoints._continue_generation(trainer, tmp_path, 1)
+    ResumableTrainer._continue_generation(trainer, tmp_path, 1)
     (found,) = trainer._buffered_inputs
     assert {value.device.type for value in tree_leaves(found) if torch.is_tensor(value)} == {"meta"}
     assert found["num_images"] == [1, 1]
@@ -227,8 +227,7 @@ def test_a_reference_that_follows_the_policy_is_saved(vision_trainer, tmp_path):
 
 def test_a_reference_in_parts_is_announced_as_not_saved(vision_trainer, caplog):
     trainer = vision_trainer(beta=0.5, sync_ref_model=True)
-    facts = read_facts(trainer)
     for stage in (2, 3):
         caplog.clear()
-        announce(trainer, replace(facts, zero_stage=stage))
+        announce(replace(trainer.run, facts=replace(trainer.run.facts, zero_stage=stage)), trainer.rows_per_pass, {})
         assert ("sync_ref_model" in caplog.text) == (stage == 3)

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 from vgr_trl import batching
 from vgr_trl.batching import BatchingError, ContinuousBatching, make_requests, why_not_batched
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, EngineError
+from vgr_trl.passes import run_pass
 from vgr_trl.rows import pad_rows
 from vgr_trl.signals.scoring import Purpose
 
@@ -127,11 +129,13 @@ def test_nothing_is_left_behind_where_generation_ends_early(monkeypatch, error):
     assert greedy_equals(model, prompts)
 
 
-def test_training_reads_the_engines_log_probabilities_as_old_ones(vision_trainer):
+def test_training_reads_the_engines_log_probabilities_as_old_ones(vision_trainer, monkeypatch):
     options = {"steps_per_generation": 2, "generation_kwargs": {"suppress_tokens": None}, "max_steps": 4}
     trainer = vision_trainer(**{**FAST, **options})
-    purposes, run_pass = [], trainer.passes.run_pass
-    trainer.passes.run_pass = lambda *args, **given: purposes.append(given["purpose"]) or run_pass(*args, **given)
+    purposes, plain = [], run_pass.run_pass
+    monkeypatch.setattr(
+        run_pass, "run_pass", lambda *args, **given: purposes.append(given["purpose"]) or plain(*args, **given)
+    )
     trainer.train()
     assert purposes.count(Purpose.ROLLOUT) == 1  # of the first rollout alone, whose distance is measured
     assert logged(trainer, "sampling/sampling_logp_difference/max")[0] < 1e-5
@@ -192,6 +196,27 @@ def test_a_turn_behind_images_of_tools_is_a_batch_of_its_own(monkeypatch, model_
     assert rollout.batch["sampling_per_token_logps"].size(1) == columns
 
 
+def test_an_engine_whose_log_probabilities_serve_as_old_ones_is_compared_in_the_next_update(
+    vision_trainer, monkeypatch
+):
+    """Without a scoring pass, a later rollout has nothing to be compared with before its first training pass."""
+    generated, plain = [], batching.generate_batch
+
+    def generate(*args):
+        completion_ids, logps = plain(*args)
+        generated.append(len(logps))
+        shift = 0.5 * (len(generated) == 3)
+        return completion_ids, [[value - shift for value in row] for row in logps]
+
+    monkeypatch.setattr(batching, "generate_batch", generate)
+    options = {"steps_per_generation": 2, "generation_kwargs": {"suppress_tokens": None}, "max_steps": 8}
+    trainer = vision_trainer(**{**FAST, **options})
+    with pytest.raises(EngineError):
+        trainer.train()
+    assert (len(generated), trainer.state.global_step) == (3, 4)
+    assert logged(trainer, "engine/distance")[-1] < 1e-5
+
+
 def test_a_text_model_generates_by_trls_own_path(text_trainer, text_rows):
     pages = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 256}
     trainer = text_trainer(rows=text_rows, transformers_continuous_batching_config=pages, **FAST)
@@ -208,5 +233,7 @@ def test_pages_that_hold_no_request_end_the_run():
 
 
 def test_sharded_parameters_are_refused(vision_trainer):
+    trainer = vision_trainer(**FAST)
+    run = replace(trainer.run, facts=replace(trainer.run.facts, zero_stage=3))
     with pytest.raises(ConfigError, match="sharded"):
-        ContinuousBatching(vision_trainer(**FAST), is_sharded=True)
+        ContinuousBatching(run, trainer.generation_config, trainer.continuous_batching_config)

@@ -21,8 +21,8 @@ def trained(run, monkeypatch):
     generate, finish = run.model.generate, noisy.record_noise
     loss = run._loss_of_part
 
-    def keep(trainer, rollout):
-        finish(trainer, rollout)
+    def keep(run, rollout, weights):
+        finish(run, rollout, weights)
         rollouts.append(copy(rollout))
 
     monkeypatch.setattr(run.model, "generate", lambda **inputs: seen.append(inputs) or generate(**inputs))
@@ -39,7 +39,7 @@ def rows_of(pixels, grid):
 def test_the_last_of_each_group_are_sampled_from_noise_and_all_train_on_the_image(make, monkeypatch):
     run = make(diffusion_steps=800)
     generated, batches, rollout = trained(run, monkeypatch)
-    clean = run.tokenize(rollout.messages)
+    clean = run.run.tokenize(rollout.messages)
     grid = generated["image_grid_thw"]
     shown = rows_of(generated["pixel_values"], grid)
     expected = rows_of(torch.as_tensor(clean.fields["pixel_values"]), grid)

@@ -107,8 +107,7 @@ def logprobs(*tokens):
 
 def asked(change):
     client = Client(change)
-    trainer = SimpleNamespace(vllm_generation=SimpleNamespace(vllm_client=client), state=SimpleNamespace(global_step=0))
-    with answers_of_server(trainer):
+    with answers_of_server(SimpleNamespace(vllm_client=client), 1):
         return client.generate([[1, 2], [1, 3]], n=2, max_tokens=2)
 
 

@@ -1,23 +1,42 @@
-"""Keep the image features of a frozen vision tower during a rollout, and process equal images once."""
+"""Vision towers: features kept during a rollout, equal images processed once, windows joined, dummy images."""
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 import xxhash
+from accelerate import Accelerator, DistributedType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from PIL import Image
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import BatchFeature
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
 
+from vgr_trl.errors import DataError
 from vgr_trl.patching import patched_method
-from vgr_trl.pixels import IMAGE_INPUTS, Images, UnknownParts, find_layout, fingerprint, image_inputs_of, stack_images
+from vgr_trl.pixels import (
+    IMAGE_INPUTS,
+    Images,
+    UnknownParts,
+    find_layout,
+    fingerprint,
+    image_inputs_of,
+    on_device,
+    stack_images,
+)
+from vgr_trl.sharing.attention import keep_keys_unrepeated, sdpa_by_key_head
 from vgr_trl.sharing.model_support import base_of, causal_model, has_active_dropout
+from vgr_trl.sharing.shared_forward import has_images
 
 
 def parts_of_tower(base: Any) -> list[nn.Module]:
@@ -253,3 +272,189 @@ def _make_keys(images: Any) -> list[Hashable] | None:
         transparency = str(image.info.get("transparency"))
         known[number] = image.mode, image.size, transparency, xxhash.xxh3_128_digest(image.tobytes())
     return [tuple(known[id(image)] for image in row) for row in images]
+
+
+def join_windows(model: nn.Module) -> int:
+    """Attend within all windows of vision towers in a single call from here on, where their attention is `sdpa`.
+
+    Returns:
+        The number of changed attention layers; 0 for towers of other families.
+    """
+    layers: list[Any] = [module for module in model.modules() if "cu_seqlens" in signature(module.forward).parameters]
+    layers = [layer for layer in layers if hasattr(layer, "qkv") and hasattr(layer, "config")]
+    for layer in layers:
+        if _merge_bounds not in layer._forward_pre_hooks.values():  # hooked by another trainer with this model
+            layer.register_forward_pre_hook(_merge_bounds, with_kwargs=True)
+    if layers:
+        keep_keys_unrepeated()
+    return len(layers)
+
+
+def plan_windows(lengths: list[int], device: torch.device) -> tuple[dict[int, torch.Tensor], torch.Tensor | None]:
+    """Return the positions of consecutive windows among all patches.
+
+    Args:
+        lengths: number of patches of each window, S in all.
+        device: of the positions.
+
+    Returns:
+        Length of a window -> indices of the patches in windows of this length, (windows * length,).
+        (S,) index of each patch in the concatenation of these; None: all windows have one length.
+    """
+    places: defaultdict[int, list[int]] = defaultdict(list)
+    for length, end in zip(lengths, accumulate(lengths), strict=True):
+        places[length] += range(end - length, end)
+    by_length = {length: on_device(patches, device) for length, patches in places.items()}
+    return by_length, torch.cat([*by_length.values()]).argsort() if len(places) > 1 else None
+
+
+_PLANS = WeakTensorKeyDictionary()  # cu_seqlens -> the arguments that take their place
+
+
+def _merge_bounds(layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Merge cu_seqlens into a single segment, and pass the windows on to `sdpa_by_key_head`."""
+    bounds: Any = kwargs.get("cu_seqlens")
+    is_ours = AttentionInterface._global_mapping.get("sdpa") is sdpa_by_key_head
+    if bounds is None or len(bounds) < 3 or not is_ours or layer.config._attn_implementation != "sdpa":
+        return None
+    if bounds not in _PLANS:  # all layers of a pass have the same bounds
+        lengths = bounds.diff().tolist()
+        attend = partial(attend_windows, *plan_windows(lengths, bounds.device))
+        whole = torch.tensor([0, sum(lengths)], dtype=bounds.dtype)
+        _PLANS[bounds] = {"cu_seqlens": whole, "attend_within": attend}
+    return args, kwargs | _PLANS[bounds]
+
+
+def attend_windows(
+    by_length: Mapping[int, torch.Tensor],
+    back: torch.Tensor | None,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Compute attention within windows, with a call for each length of windows.
+
+    Args:
+        by_length, back: positions of the windows, of `plan_windows`.
+        module: attention layer.
+        query: (1, H, S, D).
+        key: (1, H, S, D).
+        value: (1, H, S, D).
+        dropout: probability.
+        scaling: of the scores; None: 1 / sqrt(D).
+
+    Returns:
+        (1, S, H, D).
+    """
+    outputs = []
+    for length, patches in by_length.items():
+        chosen = (each[0] if back is None else each[0].index_select(1, patches) for each in (query, key, value))
+        queries, keys, values = (each.unflatten(1, (-1, length)).transpose(0, 1) for each in chosen)  # (windows, H, …)
+        output, _ = sdpa_attention_forward(module, queries, keys, values, None, dropout, scaling, is_causal=False)
+        outputs.append(output.flatten(0, 1))  # (patches, H, D)
+    found = outputs[0] if back is None else torch.cat(outputs).index_select(0, back)
+    return found.unsqueeze(0)
+
+
+class DummyImage:
+    """Runs the vision tower on a dummy image in processes without images, if another process has images.
+
+    Engines expect all processes to use the same parameters: ZeRO-3 and FSDP2 gather shards in all processes, ZeRO-2 and
+    DDP with checkpointing reduce gradients. A process without the tower would wait for the others, or mix up gradients.
+    The features of the dummy image, times 0, are added to the embeddings, where features of images are inserted, so
+    that shards and gradients come in the same order. With gradients of 0 an optimizer treats a trained tower as it
+    would for images without a loss.
+
+    Args:
+        processor: of prompts.
+        accelerator: of the trainer.
+        sharded: whether parameters are sharded, so that passes without gradients need the tower, too.
+
+    Attributes:
+        stands_in: whether the latest training pass of this process drops its images.
+    """
+
+    stands_in = False
+
+    def __init__(self, processor: Any, accelerator: Accelerator, sharded: bool) -> None:
+        self._accelerator, self._sharded = accelerator, sharded
+        gray = Image.new("RGB", (56, 56), (127, 127, 127))  # which processors resize
+        self._inputs = dict(processor(images=[gray], return_tensors="pt"))
+
+    def around(self, model: nn.Module, generates: bool) -> AbstractContextManager[None]:
+        """Run the tower on the dummy image where needed, in passes of this block.
+
+        Args:
+            model: transformers model, also wrapped.
+            generates: whether the model generates, where no dummy image can run.
+
+        Raises:
+            DataError: parameters are sharded, and only some processes generate for images; it is raised in all, by the
+                call in the block.
+        """
+        causal = causal_model(model)
+        base = base_of(causal)
+        owner, name = (causal, "generate") if generates else (base, "forward")
+        plain = causal.generate if generates else base.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if generates:
+                self._refuse_uneven(kwargs)
+            elif self._is_due(base, kwargs):
+                with add_zero_features(base, self._compute_features):
+                    return plain(*args, **kwargs)
+            return plain(*args, **kwargs)
+
+        return patched_method(owner, name, run)
+
+    def _refuse_uneven(self, inputs: Mapping[str, Any]) -> None:
+        if self._sharded and 0 < self._count_with_images(has_images(inputs)) < self._accelerator.num_processes:
+            found = "Only some processes generate for images, and the parameters are sharded"
+            raise DataError(f"{found}: give every row an image, or none, or use vLLM, ZeRO-2 or DDP.")
+
+    def _is_due(self, base: Any, inputs: Mapping[str, Any]) -> bool:
+        """Whether the tower has to run although the pass has no images."""
+        mine = has_images(inputs)
+        learns = torch.is_grad_enabled() and tower_trains(base)
+        if learns and self._accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return not mine  # without a gradient in the first micro-batch, ZeRO-3 would add to an earlier step's
+        if not (learns or self._sharded):
+            return False
+        return self._count_with_images(mine or self.stands_in) > 0 and not mine
+
+    def _count_with_images(self, mine: bool) -> int:
+        """Return how many processes have images."""
+        if self._accelerator.num_processes == 1:
+            return mine
+        return int(self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).sum())
+
+    def _compute_features(self, base: Any) -> Any:
+        names = signature(base.get_image_features).parameters
+        inputs = {name: value.to(self._accelerator.device) for name, value in self._inputs.items() if name in names}
+        return base.get_image_features(**inputs)
+
+
+@contextmanager
+def add_zero_features(base: Any, features: Callable[[Any], Any]) -> Iterator[None]:
+    """Add image features times 0 to the first embeddings of this block.
+
+    Args:
+        base: base model (without head) of a transformers model.
+        features: returns image features, given `base`.
+    """
+
+    def add(module: nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+        hook.remove()
+        outputs = features(base)
+        if (pooled := getattr(outputs, "pooler_output", None)) is not None:
+            # Pooled and deepstack features are all that decoders read.
+            outputs = pooled, getattr(outputs, "deepstack_features", None)
+        found = [value for value in tree_leaves(outputs) if torch.is_tensor(value) and value.is_floating_point()]
+        nothing = sum((tensor.float() * 0).sum() for tensor in found)
+        return embedded + torch.as_tensor(nothing, device=embedded.device).to(embedded.dtype)
+
+    with base.get_input_embeddings().register_forward_hook(add) as hook:
+        yield
