@@ -99,8 +99,8 @@ def quickstart(argv: Sequence[str]) -> int:
     options |= {"output_dir": str(flags.output_dir)} | suggest_options(count_parameters(flags.model), memory, device)
     if device == "cuda":
         options |= [choose_generation()]
-    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in more if word.startswith("--")}
-    chosen = {name: value for name, value in options.items() if name not in given}
+    overridden = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in more if word.startswith("--")}
+    chosen = {name: value for name, value in options.items() if name not in overridden}
     words = [word for name, value in chosen.items() for word in (f"--{name}", value)] + more
     print(f"Equivalent command:\n  vgr-trl train {shlex.join(words)}", flush=True)
     if status := train(words):

@@ -70,9 +70,9 @@ def build_token_vgr_weights_for_batch(
     if image_grid_thw is not None:
         merged = getattr(getattr(processor, "image_processor", None), "merge_size", 2) ** 2
         expected = int(torch.as_tensor(image_grid_thw).prod(-1).sum()) // merged
-        found = int(torch.isin(input_ids, torch.tensor(vision, device=input_ids.device)).sum())
-        if found != expected:
-            raise DataError(f"The prompts have {found} image tokens, but image_grid_thw implies {expected}.")
+        count_of_images = int(torch.isin(input_ids, torch.tensor(vision, device=input_ids.device)).sum())
+        if count_of_images != expected:
+            raise DataError(f"The prompts have {count_of_images} image tokens, but image_grid_thw implies {expected}.")
     special = special_token_ids(processor)  # among them the padding token
     masks = build_modality_masks(
         input_ids, torch.ones_like(input_ids), vision_token_ids=vision, special_token_ids=special
@@ -234,8 +234,8 @@ def perturb_rows(micro_batch: Any, context: Context) -> tuple[list[dict[str, Any
         context: as `build_actor_context` returns it.
     """
     options, ids = SignalOptions.read(context["options"]), micro_batch["input_ids"]
-    given = micro_batch.get("multi_modal_inputs", None)
-    rows = [dict(getattr(row, "data", row) or {}) for row in ([None] * ids.size(0) if given is None else given)]
+    inputs = micro_batch.get("multi_modal_inputs", None)
+    rows = [dict(getattr(row, "data", row) or {}) for row in ([None] * ids.size(0) if inputs is None else inputs)]
     perturbed = [perturb_row(row, options, context["step"], context["black"]) for row in rows]
     return perturbed, torch.tensor([row.get("pixel_values") is None for row in rows], device=ids.device)
 
