@@ -32,7 +32,7 @@ from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, refuse_single_image_models, special_tokens
 from vgr_trl.data.read_row import keys_of, require_columns
 from vgr_trl.errors import ConfigError, VGRError, did_you_mean, error_text, naming_torchvision
-from vgr_trl.options import check_options, check_value, option, read_mapping
+from vgr_trl.options import Checked, check_options, check_value, option, read_mapping
 from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe, read_options
 from vgr_trl.rewards.loading import FileOptions, load_rewards
 
@@ -110,7 +110,7 @@ class DataArguments:
 
 
 @dataclass
-class RewardFileArguments:
+class RewardFileArguments(Checked):
     """Reward files"""
 
     # fmt: off
@@ -169,9 +169,6 @@ class EvaluationArguments(RewardFileArguments):
     output_file: str | None = option(None, "JSON file to write the scores to.")
     save_completions: bool = option(False, "Also write questions, images and completions, for `vgr-trl report`.")
     # fmt: on
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 _OF_TRAINING = RunArguments, RewardArguments, DAPOConfig, ModelConfig

@@ -109,14 +109,19 @@ def vision_token_ids(model: Any, processor: Any = None) -> tuple[int, ...]:
     ids = {getattr(source, name, None) for source in sources for name in _ID_NAMES}
     for token in (getattr(processor, name, None) for name in ("image_token", "video_token")):
         if isinstance(token, str):
-            tokenizer = getattr(processor, "tokenizer", processor)
+            tokenizer = tokenizer_of(processor)
             ids |= {tokenizer.convert_tokens_to_ids(token)} - {tokenizer.unk_token_id}
     return tuple(sorted(token for token in ids if isinstance(token, int) and not isinstance(token, bool)))
 
 
+def tokenizer_of(processor: Any) -> Any:
+    """Return the tokenizer of a processor, or the tokenizer that stands in its place."""
+    return getattr(processor, "tokenizer", processor)
+
+
 def special_token_ids(processor: Any) -> tuple[int, ...]:
     """Return the ids of the special tokens of a processor or tokenizer, declared or added as special."""
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return tuple(sorted({*tokenizer.all_special_ids, *added}))
 

@@ -23,6 +23,7 @@ from vgr_trl.signals.ratios import (
     late_layers,
     special_token_ids,
     token_vision_gain_ratio,
+    tokenizer_of,
     vision_gain_ratio,
     vision_token_ids,
 )
@@ -63,7 +64,7 @@ def build_token_vgr_weights_for_batch(
     if count % len(input_ids) or length < 1 or len(outputs_attentions) < length:
         shapes = f"input_ids {tuple(input_ids.shape)}, sequences {tuple(sequences.shape)}"
         raise DataError(f"{shapes} and attentions of {len(outputs_attentions)} steps: give those of one generation.")
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     vision = vision_token_ids(None, processor)
     if not vision:
         raise ConfigError(f"{type(processor).__name__} has no image token: give the processor of the model.")
@@ -258,8 +259,7 @@ def build_actor_context(options: SignalOptions, step: int, processor: Any) -> Co
 
 def normalised_black(processor: Any) -> list[float]:
     """Return the value of black per channel after the processor's normalisation."""
-    images: Any = getattr(processor, "image_processor", None)
-    mean, std = (getattr(images, name, None) for name in ("image_mean", "image_std"))
-    if mean is None or std is None or not getattr(images, "do_normalize", True):
+    settings = processor.image_processor.to_dict() if "image_processor" in vars(processor) else {}
+    if not (settings.get("image_mean") and settings.get("image_std") and settings.get("do_normalize", True)):
         return [0.0, 0.0, 0.0]
-    return [-middle / spread for middle, spread in zip(mean, std, strict=True)]
+    return [-middle / spread for middle, spread in zip(settings["image_mean"], settings["image_std"], strict=True)]
