@@ -12,7 +12,6 @@ from typing import Any
 from vgr_trl.config_converters.conversion import Conversion
 from vgr_trl.errors import ConfigError
 
-_NEVER_EVALUATE = 10**9
 _ROLLOUT_SIZE_KEY, _UPDATE_SIZE_KEY = "data.rollout_batch_size", "worker.actor.global_batch_size"
 _MICRO_BATCH_SIZE_KEY = "worker.actor.micro_batch_size_per_device_for_update"
 _DTYPES = {None: "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -201,7 +200,7 @@ def convert_evaluation(c: Conversion) -> None:
         c.set("eval_strategy", "no", key)
         return
     c.set("eval_strategy", "steps", key)
-    c.set("eval_steps", c[key] * count_updates(c) if c[key] > 0 else _NEVER_EVALUATE, key)
+    c.set("eval_steps", c[key] * count_updates(c) if c[key] > 0 else 10**9, key)  # or never
     c.set("eval_on_start", bool(c[first]), first)
     c.set("num_generations_eval", n, sampling)
     c.set("per_device_eval_batch_size", n * max(1, c.read_integer(_MICRO_BATCH_SIZE_KEY) // n))
