@@ -60,7 +60,7 @@ class PluginOptions:
 
     def plugin_values(self, plugin: Any) -> Any:
         """Return the values of a plug-in's own options, or all options of the run if it declares none."""
-        options = getattr(plugin, "options", None)
+        options = registries.declared_options(plugin)
         return self if options is None else build_options(options, read_mapping("plugin_options", self.plugin_options))
 
     def readers(self) -> dict[str, list[str]]:

@@ -217,6 +217,11 @@ def short_name(spec: str) -> str:
     return spec.strip().rpartition(":")[2].rpartition(".")[2]
 
 
+def declared_options(plugin: Any) -> Any:
+    """Return the dataclass of options that a plug-in declares, or None."""
+    return getattr(plugin, "options", None)
+
+
 def needed_signals(plugin: Any) -> tuple[str, ...]:
     """Return the names of the signals that a plug-in reads."""
     needs = getattr(plugin, "needs", ())

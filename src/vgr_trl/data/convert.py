@@ -156,7 +156,7 @@ def load_converter(spec: str) -> Converter:
     if spec in CONVERTERS:
         return CONVERTERS[spec]
     rows = registries.datasets.load(spec)
-    return Converter(rows, **getattr(rows, "converter", {}))
+    return Converter(rows, **vars(rows).get("converter", {}))
 
 
 def read_ids(path: Path) -> frozenset[str]:

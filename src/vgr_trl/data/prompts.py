@@ -270,7 +270,7 @@ class PromptLengths:
     @property
     def key(self) -> str:
         """A hash of the processor and the template, on which lengths depend besides the rows."""
-        images = getattr(self.processor, "image_processor", None)
+        images = vars(self.processor).get("image_processor")
         about = [type(self.processor).__name__, self.tokenizer.get_vocab(), images and images.to_dict()]
         about += [self.processor.chat_template, self.tokenizer.chat_template]
         return str(Hasher.hash([json.dumps(about, sort_keys=True, default=str), self.template]))

@@ -261,7 +261,7 @@ def load_rewards(
         if reward in rewards or specs.count(spec) > 1:
             raise RewardError(f"The reward {spec} is named twice: name it once, with a larger weight.")
         rewards.append(reward)
-    declared = filter(None, map(_declared_options, rewards))
+    declared = filter(None, map(registries.declared_options, rewards))
     known = {option.name for group in declared for option in fields(group)}
     unknown = set(options or ()) - known
     if unknown and not any(isinstance(reward, ScoredFile) for reward in rewards):
@@ -276,14 +276,9 @@ def load_reward(spec: Any, **settings: Any) -> Callable[..., Any]:
     return reward
 
 
-def _declared_options(reward: Callable[..., Any]) -> Any:
-    """Return the dataclass of options that a reward declares, or None."""
-    return getattr(reward, "options", None)
-
-
 def _bind_options(reward: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:
     """Bind the options that a reward declares as keyword arguments."""
-    if (options := _declared_options(reward)) is None:
+    if (options := registries.declared_options(reward)) is None:
         return reward
     bound = update_wrapper(partial(reward, **vars(registries.build_options(options, values))), reward)
     del bound.__wrapped__  # or its signature would be that of `reward`
