@@ -85,8 +85,7 @@ from vgr_trl.rollout import (
     weighted_sums,
 )
 from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
-from vgr_trl.run import Measurement, Run
-from vgr_trl.run_facts import RunFacts, has_own_loss, iterate_datasets, read_facts
+from vgr_trl.run import Measurement, Run, RunFacts, has_own_loss, iterate_datasets, read_facts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import FurtherPrompts, GroupSelector, ZeroVarianceStreak
 from vgr_trl.sharing.model_support import base_of, causal_model
