@@ -22,7 +22,6 @@ from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.data.prompts import PromptLengths
-from vgr_trl.engine_check import EngineCheck
 from vgr_trl.errors import ConfigError, RewardError, check_release
 from vgr_trl.generation import (
     TURN_COLUMNS,
@@ -34,6 +33,14 @@ from vgr_trl.generation import (
     guarded,
 )
 from vgr_trl.loss import FullKL, KLControl, LossPass, TermInputs, auxiliary_loss
+from vgr_trl.measure import (
+    completion_inputs,
+    make_signals,
+    measure_sample,
+    pad_signals,
+    signals_as_columns,
+    wanted_scores,
+)
 from vgr_trl.metrics.collapse import CollapseWatch
 from vgr_trl.metrics.step_metrics import StageClock, StepMetrics
 from vgr_trl.passes.adapters import adapter_dtype, cast_adapters
@@ -67,7 +74,6 @@ from vgr_trl.patches.vllm import (
     plan_unexpanded_prompts,
 )
 from vgr_trl.patching import keep_random_state, patched_attribute, patched_attributes
-from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import change_data, check_rewards, drop_long, prepare_trainer, refuse_few_rows
 from vgr_trl.processes import initialise_loader
 from vgr_trl.registries import loss_terms
@@ -84,6 +90,7 @@ from vgr_trl.rollout import (
     refuse_files_in_prompts,
     weighted_sums,
 )
+from vgr_trl.rollout_checks import EngineCheck, check_pixel_use
 from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.run import Measurement, Run, RunFacts, has_own_loss, iterate_datasets, read_facts
 from vgr_trl.sampling.replay import Replay
@@ -97,14 +104,6 @@ from vgr_trl.validate.features import announce, plan_dummy_image, plan_features,
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
 from vgr_trl.views.perturbed_pass import record_noise, score_perturbed, score_perturbed_part
 from vgr_trl.vision import images_processed_once, join_windows
-from vgr_trl.wants import (
-    completion_inputs,
-    make_signals,
-    measure_sample,
-    pad_signals,
-    signals_as_columns,
-    wanted_scores,
-)
 
 logger = logging.get_logger(__name__)
 
