@@ -10,7 +10,7 @@ from trl import GRPOConfig
 
 from vgr_trl.config import EfficiencyOptions, EvaluateOptions, ReportOptions
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.loss import PENALTY
+from vgr_trl.loss.kl import PENALTY
 from vgr_trl.options import options_in_effect
 from vgr_trl.reporting.markdown import load_sections
 

@@ -19,7 +19,7 @@ from trl.trainer import utils
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError, UnsupportedTRLError, naming_torchvision, release
-from vgr_trl.loss import kl_penalty_reward
+from vgr_trl.loss.kl import kl_penalty_reward
 from vgr_trl.options import unused_options
 from vgr_trl.pixels import TOKEN_TYPES
 from vgr_trl.rewards.functions import gather_groups, needed_columns, scale_by_accuracy
