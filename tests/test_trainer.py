@@ -15,11 +15,9 @@ from support.models.families import make_batch
 from support.trainers import STOCK, letters_reward, logged, weights
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from vgr_trl.cli.train import attention_scale_warning
 from vgr_trl.config import SWITCHES
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
-from vgr_trl.rewards import vgr_reward
 from vgr_trl.rows import scoring_inputs
 from vgr_trl.trainer import DAPOTrainer
 
@@ -199,8 +197,6 @@ def test_rewards_and_weights_of_any_type_that_trl_takes(text_trainer, weights):
     trainer = text_trainer([LongReward(), LongReward(2)], reward_weights=weights, max_steps=1, rollout_log_steps=1)
     trainer.train()
     assert trainer.reward_weights.tolist() == [1.0, 0.5]
-    trainer.args.attention_reward_scale = "none"
-    assert attention_scale_warning([LongReward(), vgr_reward], trainer.args)
 
 
 def test_the_best_model_is_that_of_the_best_reward(text_trainer, text_rows):

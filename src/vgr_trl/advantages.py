@@ -37,7 +37,7 @@ def estimate_advantages(
         rewards: weighted sums of the rewards, (num_groups * G,), NaN for a completion without a reward.
         num_generations: G, completions per prompt, at least 1.
         estimator: one of the names above.
-        baseline: for `remax`, the reward of each prompt's greedy completion, (num_groups,); else None.
+        baseline: reward of each prompt's greedy completion, (num_groups,), for `remax`; else None.
         trained: rewards of the groups that are trained on, (any number of groups * G,). For `reinforce_plus_plus`,
             None means `rewards`; for `grpo`, None means one deviation per group.
 

@@ -32,7 +32,7 @@ def naming_full_disk(target: str | Path, cure: str = "free space there") -> Iter
     except Exception as error:
         if isinstance(error, VGRError) or not is_disk_full(error):
             raise
-        path = getattr(error, "filename", None) or target
+        path = (error.filename if isinstance(error, OSError) else None) or target
         raise DiskFullError(f"Disk full while writing {path}: {cure}.") from error
 
 

@@ -118,7 +118,7 @@ def used_by(*names: str) -> Callable[[Any], str | None]:
 
     def reason(args: Any) -> str | None:
         used = {*args.read_views(args.needs_dependency), *[args.perturbation] * ("perturbed" in args.term_needs())}
-        used |= set(getattr(args, "noisy_perturbations", ()) if names else ())
+        used |= set(args.noisy_perturbations if names else ())
         if not used:
             return "nothing is measured on perturbed images"
         return None if not names or used & set(names) else f"images are perturbed by {' and '.join(sorted(used))}"
@@ -163,6 +163,11 @@ class PerturbationOptions(PluginOptions):
     der_loss_weight1: float = option(0.0, "Weight of the entropy on the original image (eta 1 of PAPO).", ge=0)
     der_loss_weight2: float = option(0.0, "Weight of the entropy on the perturbed image (eta 2 of PAPO).", ge=0)
     # fmt: on
+
+    @property
+    def noisy_perturbations(self) -> list[str]:
+        """Perturbations of images for generation, which `NoisyOptions` adds."""
+        return []
 
     @property
     def perturbations(self) -> list[str]:
@@ -372,7 +377,7 @@ class CreditOptions(PerturbationOptions):
             raise ConfigError("credit_rules has perception_filter and perception_weights: give one of them.")
         for name in named:
             vars(self).update(RULES[name])
-        perturbations = [*self.views, *getattr(self, "noisy_perturbations", ())]
+        perturbations = [*self.views, *self.noisy_perturbations]
         plugins = [registries.perturbations.load(name) for name in perturbations if name not in PERTURBATIONS]
         plugins += map(registries.views.load, self.row_views.values())
         for kind in ("credit_rules", "signals", "loss_terms"):

@@ -36,7 +36,8 @@ class Added:
 Metrics = Mapping[str, float | Tensor | tuple[Tensor, Tensor]]
 Credit = tuple[Tensor | Added, Metrics]  # weights (N, T), or bool (N, T): tokens to keep, or added values
 
-OF_REWARD = "token_weights_of_reward"  # a signal: weights (N, T) of a reward file, NaN for completions without weights
+# Key in `RolloutSignals.extra` of the weights (N, T) that a reward file returns; NaN for completions without weights.
+REWARD_FILE_WEIGHTS = "token_weights_of_reward"
 # Option that switches on a rule of this library -> the measurement that the rule reads.
 _READS = {
     "token_weights": "attention",
@@ -89,15 +90,13 @@ def shape_advantages(
     Args:
         advantages: (N,), or (N, T) if tokens have their own.
         signals: signals of the same N completions.
-        options: the rules that are on, and their numbers. `options.check_plugins()`, which `DAPOConfig` calls, switches
-            on the rules of this library that `credit_rules` names.
+        options: the rules that are on, and their numbers; `check_plugins()` has switched on rules of `credit_rules`.
         shaped: (N,) bool, completions that take part in minimum, maximum and mean of the trajectory scale; None: all.
-        groups: (N,) number of each completion's prompt over all processes, for rules that compare the completions of a
-            prompt; None: all belong to one prompt.
-        gather: concatenates a 1-D tensor over all processes, which have equally many rows; every process calls it
-            equally often, whatever the signals are. None: there is one process.
+        groups: (N,) number of each completion's prompt over all processes; None: all belong to one prompt.
+        gather: concatenates a 1-D tensor over all processes, which have equally many rows and call it equally often.
+            None: there is one process.
         completion_ids: (N, T) tokens of the completions, for plug-ins that read them.
-        weights_of: for records, receives the weights (N, T) of each plug-in by name; 0 and 1 for kept tokens.
+        weights_of: receives, for records, the weights (N, T) of each plug-in by name; 0 and 1 for kept tokens.
 
     Returns:
         The advantages, (N, T) float32, and the rules' metrics over all processes; a mean of nothing is NaN.
@@ -139,7 +138,7 @@ def _weights_by_rule(
     mask, dependency = signals.mask.bool(), signals.measured("dependency")  # (N, T)
     if options.token_weights:
         measured = attention_weights(signals.measured("attention"), mask, options)
-        weights = given_weights(signals.extra.get(OF_REWARD), mask, measured)
+        weights = given_weights(signals.extra.get(REWARD_FILE_WEIGHTS), mask, measured)
         if options.token_weights_positive_only:
             weights = weights.masked_fill(per_token(advantages) < 0, 1)
         add_weights(totals, "token_weight", weights, mask)

@@ -140,7 +140,7 @@ class DAPOConfig(
         needs="changing_weights")
     vgr_hard_negative: bool = option(False, "Give the vgr reward to right completions only.")
     attention_reward_scale: Literal["accuracy", "none"] = option("accuracy", "accuracy: scale attention rewards by "
-        "how much the accuracy of a prompt's completions differs; none: do not scale.")
+        "how much the accuracy of a prompt's completions differs; none: do not scale, which lowers accuracy.")
     soft_punish_cache: int | None = option(None, "Tokens before max_completion_length over which the length reward "
         "falls to -1; None: a fifth of it.", ge=0, needs="length_reward")
     stop_on_collapse: bool = option(False, "Stop at the first sign of collapse instead of warning.")

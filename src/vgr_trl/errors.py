@@ -3,8 +3,9 @@
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import version
 from traceback import format_exception
@@ -35,6 +36,11 @@ def printable(text: str) -> str:
 def error_text(error: BaseException, most: int = 200) -> str:
     """Return the message of an error on one line of at most `most` characters, or its type without a message."""
     return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return ` Did you mean NAME?` with the known name closest to a misspelt one; empty if none is close."""
+    return "".join(f" Did you mean {nearest}?" for nearest in get_close_matches(name, known, n=1))
 
 
 class VGRError(Exception):

@@ -41,7 +41,7 @@ def build_conversation(row: Mapping[str, Any], blank_images: bool, system_prompt
     Args:
         row: row of the data.
         blank_images: replace images with mid-grey.
-        system_prompt: for a prompt built from the question; None: no system prompt.
+        system_prompt: system prompt of a conversation that is built from the question; None: none.
 
     Raises:
         DataError: a row with images has a text prompt.
@@ -84,18 +84,19 @@ def grade_completions(row: Mapping[str, Any], completions: list[str]) -> list[fl
 
 
 def compute_rewards(
-    functions: Sequence[Any], rows: Sequence[Mapping[str, Any]], completions: list[str], tokenizer: Any
+    functions: Sequence[Any], rows: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], tokenizer: Any
 ) -> dict[str, list[float | None]]:
     """Compute the rewards of the greedy completions of all rows, by function name.
 
     Args:
         functions: reward functions.
         rows: rows of the data.
-        completions: one greedy completion per row.
+        records: records of `grade`, one per row.
         tokenizer: gives the tokens of the completions.
     """
     if not functions:
         return {}
+    completions = [record["greedy"] for record in records]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "image", "images")}
     columns["prompts"] = [row.get("prompt") for row in rows]
     columns["completions"] = [[{"role": "assistant", "content": text}] for text in completions]
@@ -319,7 +320,7 @@ def evaluate(
         blind: also answer each question greedily with grey images.
         reward_funcs: functions whose means over the greedy completions are also computed.
         group_by: column; scores are also computed for each of its values.
-        system_prompt: for rows with a `problem` but no `prompt`; None: no system prompt.
+        system_prompt: system prompt of rows with a `problem` but no `prompt`; None: none.
         seed: seed of the samples.
         progress: show a progress bar.
 
@@ -327,12 +328,7 @@ def evaluate(
         ConfigError: `group_by` is not a column.
         DataError: no row has a usable solution, or there are no images to blank.
     """
-    if not any(usable_solution(row) is not None for row in rows):
-        raise DataError(f"None of the {len(rows)} rows has a usable `solution`: give a letter, an index or a text.")
-    if group_by is not None and group_by not in rows[0]:
-        raise ConfigError(f"group_by is {group_by!r}: give one of the columns {', '.join(rows[0])}.")
-    if blank_images and not any(map(images_of, rows)):
-        raise DataError("blank_images=True needs images, but no row has an `image` or `images`.")
+    _check_questions(rows, group_by, blank_images)
     for function in reward_funcs:
         check_callable(function, rows[0])
     generator = CompletionGenerator(model, processor, max_completion_length)
@@ -345,17 +341,33 @@ def evaluate(
             inputs = generator.encode_prompts([build_conversation(row, blank_images, system_prompt) for row in batch])
             greedy = generator.generate(inputs, do_sample=False)
             sampled = generator.sample(inputs, num_samples, temperature)
-            graded = [grade(*each) for each in zip(batch, greedy, sampled, strict=True)]
-            if blind and not blank_images and any(images_of(row) for row in batch):
-                blanked = generator.encode_prompts([build_conversation(row, True, system_prompt) for row in batch])
-                for record, row, text in zip(graded, batch, generator.generate(blanked, do_sample=False), strict=True):
-                    record["correct_blind"] = grade_completions(row, [text])[0]
+            graded = [grade(*answers) for answers in zip(batch, greedy, sampled, strict=True)]
+            if blind and not blank_images and any(map(images_of, batch)):
+                _add_blind_accuracy(generator, batch, graded, system_prompt)
             records += graded
-    greedy = [record["greedy"] for record in records]
-    for name, values in compute_rewards(reward_funcs, rows, greedy, generator.tokenizer).items():
+    for name, values in compute_rewards(reward_funcs, rows, records, generator.tokenizer).items():
         for record, value in zip(records, values, strict=True):
             record.setdefault("rewards", {})[name] = value
     return build_evaluation(records, None if group_by is None else [str(row[group_by]) for row in rows])
+
+
+def _check_questions(rows: Sequence[Mapping[str, Any]], group_by: str | None, blank_images: bool) -> None:
+    """Raise the errors of `evaluate`."""
+    if not any(usable_solution(row) is not None for row in rows):
+        raise DataError(f"None of the {len(rows)} rows has a usable `solution`: give a letter, an index or a text.")
+    if group_by is not None and group_by not in rows[0]:
+        raise ConfigError(f"group_by is {group_by!r}: give one of the columns {', '.join(rows[0])}.")
+    if blank_images and not any(map(images_of, rows)):
+        raise DataError("blank_images=True needs images, but no row has an `image` or `images`.")
+
+
+def _add_blind_accuracy(
+    generator: CompletionGenerator, rows: Sequence[Any], records: Sequence[dict[str, Any]], system_prompt: str | None
+) -> None:
+    """Answer the rows greedily with grey images, and add the accuracy to their records as `correct_blind`."""
+    inputs = generator.encode_prompts([build_conversation(row, True, system_prompt) for row in rows])
+    for record, row, text in zip(records, rows, generator.generate(inputs, do_sample=False), strict=True):
+        record["correct_blind"] = grade_completions(row, [text])[0]
 
 
 def print_scores(results: Mapping[str, Evaluation]) -> None:

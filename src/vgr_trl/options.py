@@ -66,7 +66,7 @@ def check_options(options: Any, limits: Mapping[str, Mapping[str, Any]] | None =
     """
     hints = get_type_hints(type(options))
     for each in fields(options):
-        value, hint = getattr(options, each.name), hints[each.name]
+        value, hint = vars(options)[each.name], hints[each.name]
         known = each.metadata if "needs" in each.metadata else (limits or {}).get(each.name)
         if known is not None or (value is None and hint in (int, float)):
             check_value(each.name, value, hint, **{bound: (known or {}).get(bound) for bound in _BOUNDS})
@@ -123,7 +123,7 @@ def read_mapping(name: str, given: Any) -> dict[str, Any]:
 
 def changed_options(options: Any) -> dict[str, Any]:
     """Return the options of a dataclass that differ from their defaults, by name."""
-    values = {each.name: (getattr(options, each.name), _default(each)) for each in fields(options)}
+    values = {each.name: (vars(options)[each.name], _default(each)) for each in fields(options)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 

@@ -53,7 +53,7 @@ def pool(workers: int) -> ProcessPoolExecutor:
 
     A scheduler's SIGTERM, or Ctrl-C, reaches them as well, but their parent decides when they stop.
     """
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=belong_to_parent)
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=exit_with_parent)
 
 
 def initialise_loader(initialise: Callable[[int], None] | None, worker: int) -> None:
@@ -61,7 +61,7 @@ def initialise_loader(initialise: Callable[[int], None] | None, worker: int) -> 
 
     PyTorch's watchdog does not end a worker that waits on its full queue.
     """
-    belong_to_parent()
+    exit_with_parent()
     if initialise is not None:
         initialise(worker)
 
@@ -72,7 +72,7 @@ def kill_workers(executor: ProcessPoolExecutor) -> None:
         process.kill()
 
 
-def belong_to_parent() -> None:
+def exit_with_parent() -> None:
     """Make this worker ignore signals and exit with its parent process.
 
     A function ignores the signals: child processes would inherit SIG_IGN.

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +19,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from vgr_trl.errors import ConfigError, RewardError, VGRError
+from vgr_trl.errors import ConfigError, RewardError, VGRError, did_you_mean
 
 Plugin = TypeVar("Plugin")
 # Signals that are measured, not computed from others; also `logps:NAME` for any perturbation or view NAME.
@@ -37,6 +36,8 @@ def _naming_import_errors(where: str, kind: str, error_type: type[VGRError]) -> 
     """Convert the errors of importing a plug-in into `error_type`, with the reason."""
     try:
         yield
+    except error_type:
+        raise
     except (Exception, SystemExit) as error:
         raise error_type(f"Importing {where} for a {kind} failed with {type(error).__name__}: {error}.") from error
 
@@ -53,8 +54,6 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
         error_type: raised if the file does not exist or cannot be imported.
     """
     file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise error_type(f"The file {path} of a {kind} does not exist (looked for {file}): give its path.")
     _make_importable(str(file.parent))
     name = file.stem
     if not _imports_file(name, file):
@@ -94,18 +93,10 @@ def import_attribute(spec: str, kind: str, error_type: type[VGRError] = ConfigEr
         error_type: raised if the module cannot be imported or has no such name.
     """
     path, _, attribute = spec.rpartition(":" if ":" in spec else ".")
-    if path.endswith(".py"):
-        module = import_file(path, kind, error_type)
-    else:
-        _make_importable(os.getcwd())
-        with _naming_import_errors(path, kind, error_type):
-            module = importlib.import_module(path)
-    try:
+    _make_importable(os.getcwd())
+    with _naming_import_errors(spec, kind, error_type):
+        module = import_file(path, kind, error_type) if path.endswith(".py") else importlib.import_module(path)
         return getattr(module, attribute)
-    except AttributeError:
-        own = {key: value for key, value in vars(module).items() if callable(value) and key[0] != "_"}
-        accepted = ", ".join(key for key in own if own[key].__module__ == module.__name__) or "another module"
-        raise error_type(f"{path} has no {kind} {attribute!r}: give one of {accepted}.") from None
 
 
 class Registry:
@@ -173,11 +164,9 @@ class Registry:
         if name in self._own:
             return self._own[name]
         if not entries:
-            nearest = get_close_matches(name, self.names(), n=1)
-            meant = f". Did you mean {nearest[0]}? Else give" if nearest else ": give"
-            problem = f"There is no {self.kind} {name!r}{meant} one of {', '.join(self.names())}"
+            problem = f"There is no {self.kind} {name!r}.{did_you_mean(name, self.names())}"
             others = "a dotted path (my_package.my_module.my_function) or a file (my_file.py:my_function)"
-            raise self.error_type(f"{problem}, {others}.")
+            raise self.error_type(f"{problem} Give one of {', '.join(self.names())}, {others}.")
         with _naming_import_errors(owners[0], self.kind, self.error_type):
             return entries[owners[0]].load()
 
@@ -200,7 +189,7 @@ def declares(
         needs: names of signals, built-in (`attention`, `dependency`, …) or plug-ins; of a loss term, of `TERM_NEEDS`.
             Only what is needed is measured.
         options: a dataclass; users set its fields in `plugin_options` (rewards: in `reward_function_kwargs`).
-        completion_type: of a reward; `str`: it gets completions as strings, as in ms-swift, not as lists of messages.
+        completion_type: type of completions that a reward gets; `str`: strings, as in ms-swift; list: messages.
     """
 
     def mark(plugin: Any) -> Any:

@@ -14,10 +14,10 @@ from trl.trainer import grpo_trainer
 
 from vgr_trl.batching import ContinuousBatching
 from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
-from vgr_trl.callbacks.trackers import guard_trackers, print_lines
+from vgr_trl.callbacks.trackers import evaluation_prefix, guard_trackers, print_lines
 from vgr_trl.checkpoints import MovingReference, ResumableTrainer
 from vgr_trl.config import why_no_engine
-from vgr_trl.credit import OF_REWARD, per_token, shape_advantages, stack_weights
+from vgr_trl.credit import REWARD_FILE_WEIGHTS, per_token, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
@@ -78,12 +78,11 @@ from vgr_trl.patching import keep_random_state, patched_attribute, patched_attri
 from vgr_trl.prepare import change_data, check_rewards, drop_long, prepare_trainer, refuse_few_rows
 from vgr_trl.processes import initialise_loader
 from vgr_trl.registries import loss_terms
-from vgr_trl.reporting.console import LATE_REWARD, evaluation_prefix
-from vgr_trl.reporting.model_card import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
+from vgr_trl.reporting.markdown import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
 from vgr_trl.rewards.answers import ANSWER_TAGS, completion_text, decode_with_tags, excerpt
 from vgr_trl.rewards.functions import WholeGroups
-from vgr_trl.rewards.loading import collect_token_weights, is_from, wrap_reward
+from vgr_trl.rewards.loading import LATE_REWARD, collect_token_weights, is_from, wrap_reward
 from vgr_trl.rollout import (
     Rollout,
     describe_row,
@@ -851,7 +850,8 @@ def keep_returned_weights(rollout: Rollout, token_weights: bool) -> None:
         if rollout.signals is not None and returned:  # on all processes, whichever of them have weights
             mask = valid_tokens(rollout.batch)
             weights = stack_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)
-            rollout.signals.extra[OF_REWARD] = weights.masked_fill(missing.to(mask.device).unsqueeze(1), torch.nan)
+            weights = weights.masked_fill(missing.to(mask.device).unsqueeze(1), torch.nan)
+            rollout.signals.extra[REWARD_FILE_WEIGHTS] = weights
     elif not missing.all():
         cure = "add --token_weights (algorithm.enable_token_weights=true), or let it return none"
         raise RewardError(f"A reward file returned token_weights, but token_weights is off: {cure}.")

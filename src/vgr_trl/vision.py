@@ -217,12 +217,13 @@ def images_processed_once(processor: Any) -> Iterator[None]:
     """
     images: Any = getattr(processor, "image_processor", None)
     is_known = type(images).__module__.startswith("transformers.models.")  # whose processors are deterministic
-    with patched_method(images, "preprocess", _ProcessedOnce(images, images.preprocess)) if is_known else nullcontext():
+    cache = PreprocessCache(images, images.preprocess) if is_known else None
+    with nullcontext() if cache is None else patched_method(images, "preprocess", cache):
         yield
 
 
 @dataclass
-class _ProcessedOnce:
+class PreprocessCache:
     """An image processor's `preprocess` with a memory of the outputs of each row of images."""
 
     processor: Any

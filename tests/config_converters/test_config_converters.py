@@ -9,8 +9,7 @@ from trl import ModelConfig
 
 from vgr_trl.cli.arguments import DataArguments, RewardArguments
 from vgr_trl.config_converters import EASYR1_KEYS, convert, flatten, read_configuration
-from vgr_trl.config_converters.mtrl import MTRL_NAMES
-from vgr_trl.config_converters.verl import VERL_DEFAULTS, VERL_KEYS, VERL_RENAMED_KEYS
+from vgr_trl.config_converters.key_tables import MTRL_NAMES, VERL_DEFAULTS, VERL_KEYS, VERL_RENAMED_KEYS
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.credit import OPTION_ALIASES

@@ -78,7 +78,7 @@ def test_soft_perception_weights_instead_of_a_filter():
 def test_weights_of_a_reward_come_before_those_measured():
     """3 and 1 over their mean; none given: VGR 1, 2 has raw √2, √½, over 3 / (2√2); all 0: 1."""
     measured = signals([[1, 1]] * 3, vgr=[[1.0, 2.0]] * 3)
-    measured.extra[rules.OF_REWARD] = torch.tensor([[3.0, 1.0], [NAN, NAN], [0.0, 0.0]])
+    measured.extra[rules.REWARD_FILE_WEIGHTS] = torch.tensor([[3.0, 1.0], [NAN, NAN], [0.0, 0.0]])
     credit, metrics = shaped([2.0, 3.0, 5.0], measured, token_weights=True)
     assert credit.flatten().tolist() == pytest.approx([3.0, 1.0, 4.0, 2.0, 5.0, 5.0])
     assert metrics["token_weight_max"] == pytest.approx(1.5)

@@ -15,10 +15,10 @@ from support.launching import results_of
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
 
 from vgr_trl import registries
+from vgr_trl.callbacks.trackers import progress_lines
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.registries import declares
-from vgr_trl.reporting.console import progress_lines
-from vgr_trl.reporting.recorded_rows import RecordBeforeTraining, split_tokens, summarise_rollout
+from vgr_trl.reporting.recorder import RecordBeforeTraining, split_tokens, summarise_rollout
 from vgr_trl.reporting.records import read_logs, read_run
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 

@@ -9,7 +9,6 @@ from threading import Barrier
 import pytest
 import yaml
 
-from vgr_trl.cli.train import attention_scale_warning
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards import (
@@ -98,12 +97,6 @@ def test_attention_rewards_are_scaled_unless_the_option_says_none(tmp_path):
         found[scale] = reward([[{"role": "assistant", "content": text}] for text in texts], **given)
     assert found["none"] == pytest.approx([1, 5 / 6, 1 / 6, 0])
     assert found["accuracy"] != found["none"]
-    for functions, weights, warns in (
-        ([vgr_reward, mdi_reward], None, True), ([vgr_reward, mdi_reward], [0.0, 1.0], False),
-        ([mdi_reward], None, False),
-    ):  # fmt: skip
-        args.reward_weights = weights
-        assert bool(attention_scale_warning(functions, args)) == warns
 
 
 @needs_whole_groups("value", optional=("note",))

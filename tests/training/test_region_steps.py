@@ -7,7 +7,7 @@ from vgr_trl import measure
 from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.data.images import ImageLimits
 from vgr_trl.errors import ConfigError
-from vgr_trl.reporting.recorded_rows import read_row_images
+from vgr_trl.reporting.recorder import read_row_images
 from vgr_trl.rewards import load_reward
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -16,7 +17,7 @@ from transformers.utils import logging
 
 from vgr_trl.errors import ConfigError, error_text
 from vgr_trl.patching import patched_attribute
-from vgr_trl.reporting.console import evaluation_line, evaluation_prefix, step_line
+from vgr_trl.rewards.loading import LATE_REWARD
 
 logger = logging.get_logger(__name__)
 
@@ -116,6 +117,99 @@ def _find_verl_names(name: str) -> Sequence[str]:
     if plain != name and plain.startswith("completions/") and plain in VERL_METRICS:
         return [f"val_{other}" for other in VERL_METRICS[plain]]
     return (name,)
+
+
+_REWARD_MEAN = re.compile(r"rewards?/([^/]+)(?:/mean)?")
+_STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), format
+    ("reward", "reward", "{:.3f}"),
+    ("accuracy", "rewards/accuracy_reward/mean", "{:.3f}"),
+    ("accuracy", "reward/accuracy", "{:.3f}"),
+    ("format", "rewards/think_format_reward/mean", "{:.2f}"),
+    ("tokens", "completions/mean_length", "{:.0f}"),
+    ("VGR", "attention/late/vgr", "{:.3f}"),
+    ("groups with non-zero variance", "sampling/nonzero_variance_fraction", "{:.0%}"),
+    ("loss", "loss", "{:.4f}"),
+)
+
+
+def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step: float | None) -> str:
+    """Return one line: step, rewards, tokens per completion, VGR, groups with variance, seconds per step, time left.
+
+    Args:
+        total: steps of the run.
+        logs: logs of this step; missing quantities are omitted.
+        seconds_per_step: mean over recent steps; None: not known yet.
+    """
+    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    shown = {name for _, name, _ in _STEP_QUANTITIES}
+    own = [(each[1].removesuffix("_reward"), each[0]) for each in map(_REWARD_MEAN.fullmatch, logs) if each]
+    others = [(heading, name, "{:.3f}") for heading, name in own if name not in shown]
+    for heading, name, form in (*_STEP_QUANTITIES[:4], *others, *_STEP_QUANTITIES[4:]):
+        if (value := logs.get(name)) is not None:
+            parts.append(f"{heading} {form.format(value)}")
+    if seconds_per_step is not None:
+        left = (total - step) * seconds_per_step
+        parts += [f"{seconds_per_step:.1f} s/step"] + [f"{format_duration(left)} left"] * (step < total)
+    return "  ".join(parts)
+
+
+def evaluation_prefix(logs: Mapping[str, float]) -> str | None:
+    """Return `eval_`, or `eval_NAME_` for one of several evaluation sets; None for logs of training."""
+    return next((name.removesuffix("runtime") for name in logs if re.fullmatch("eval_(.+_)?runtime", name)), None)
+
+
+def evaluation_line(step: int, logs: Mapping[str, float], prefix: str) -> str:
+    """Return one line about an evaluation: set, step, reward, accuracy."""
+    names = [(heading, f"{prefix}{name}") for heading, name, _ in _STEP_QUANTITIES[:3]]
+    shown = [f"{heading} {logs[name]:.3f}" for heading, name in names if name in logs]
+    return f"evaluation{prefix[4:-1].replace('_', ' ', 1)} at step {step}  {'  '.join(shown)}"
+
+
+def progress_lines(
+    history: Sequence[Mapping[str, Any]], evaluated: str, before: Mapping[str, float], completions: int
+) -> list[str]:
+    """Return lines with reward and accuracy at the start and the end of training and of the evaluations.
+
+    Args:
+        history: `log_history` of a trainer's state.
+        evaluated: description of the evaluation data, such as `64 rows`.
+        before: metrics of the evaluation completions that were recorded before training; empty if there are none.
+        completions: number of these completions.
+    """
+    lines = []
+    changes = any(LATE_REWARD in entry for entry in history)
+    for title, prefix in (("training", ""), ("evaluation", "eval_")):
+        logs = [entry for entry in history if f"{prefix}reward" in entry]
+        few = 1 if prefix else -(-len(logs) // 10)  # a tenth, as in the report
+        parts, recorded = list[str](), list[str]()
+        for heading, name, _ in _STEP_QUANTITIES[:3]:
+            if changes and name == "reward" and not prefix:
+                heading, name = "reward under the late weights", LATE_REWARD
+            if values := [entry[prefix + name] for entry in logs if prefix + name in entry]:
+                ends = [fmean(values[:few]), fmean(values[-few:])][len(values) == 1 :]
+                parts.append(f"{heading} {' → '.join(f'{end:.3f}' for end in ends)}")
+            if prefix and prefix + name in before:
+                recorded.append(f"{heading} {before[prefix + name]:.3f}")
+        if parts:
+            which = f"(means of the first and last tenth of {len(logs)} logs)"
+            if prefix:
+                steps = " → ".join(str(step) for step in dict.fromkeys([logs[0]["step"], logs[-1]["step"]]))
+                first = f"; before training, on the first {completions} completions: {', '.join(recorded)}"
+                which = f"on {evaluated} (step {steps}{first if recorded else ''})"
+            lines.append(f"{title:<12}{', '.join(parts)} {which}")
+    accuracy = [entry[name] for entry in history for _, name, _ in _STEP_QUANTITIES[1:3] if name in entry]
+    if accuracy and max(accuracy) < 0.01:
+        cure = "look at completions in the report; try another model or --system_prompt_file"
+        lines.append(f"Accuracy stayed near 0, so the accuracy reward gave no learning signal: {cure}.")
+    return lines
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration: 45 s, 12 min, 3 h 05."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d}"
 
 
 LOGS_AVERAGED = 20  # the seconds of a step are averaged over these logs

@@ -186,14 +186,13 @@ def merge(argv: Sequence[str]) -> int:
         raise ConfigError(f"output_dir {output} exists: give a new folder.")
     _announce_command("merge")
     from vgr_trl.cli.evaluate import load_for_inference
-    from vgr_trl.reporting.records import RUN_FILE
+    from vgr_trl.reporting.records import find_identity
 
     model, processor = load_for_inference(str(flags.run))
     for part in (model.merge_and_unload(), processor):
         part.save_pretrained(output)
-    files = [folder / RUN_FILE for folder in (flags.run, flags.run.absolute().parent)]
-    for file in [file for file in files if flags.output_dir and file.is_file()][:1]:  # evaluate reads its prompt
-        shutil.copyfile(file, output / RUN_FILE)
+    if flags.output_dir and (identity := find_identity(flags.run)) is not None:  # evaluate reads its prompt
+        shutil.copyfile(identity, output / identity.name)
     print(f"Wrote the full model to {output}.")
     return 0
 
@@ -275,10 +274,6 @@ def env(argv: Sequence[str]) -> int:
     return 0
 
 
-def _lacks(words: str, record: logging.LogRecord) -> bool:
-    return words not in str(record.msg)
-
-
 def _announce_command(command: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"vgr-trl {__version__}: {command}; loading torch, transformers and TRL", file=sys.stderr, flush=True)
@@ -302,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vgr-trl: unknown command {name!r}: give one of {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     for source, words in NOISE.items():
-        logging.getLogger(source).addFilter(partial(_lacks, words))
+        logging.getLogger(source).addFilter(lambda record, words=words: words not in str(record.msg))  # type: ignore[misc]
     keys: dict[str, str] = {}
     try:
         with naming_torchvision():

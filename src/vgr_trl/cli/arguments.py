@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -32,7 +31,7 @@ from vgr_trl.data.images import ImageLimits, downloaded
 from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, refuse_single_image_models, special_tokens
 from vgr_trl.data.read_row import keys_of, require_columns
-from vgr_trl.errors import ConfigError, VGRError, error_text, naming_torchvision
+from vgr_trl.errors import ConfigError, VGRError, did_you_mean, error_text, naming_torchvision
 from vgr_trl.options import check_options, check_value, option, read_mapping
 from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe, read_options
 from vgr_trl.rewards.loading import FileOptions, load_rewards
@@ -92,10 +91,7 @@ class DataArguments:
         if isinstance(self.data_files, list):
             self.data_files = ",".join(map(str, self.data_files))
         check_options(self)
-        keys_of(**vars(self))
         self.image_limits()
-        if self.image_dir not in (None, SHARED) and not Path(self.image_dir).is_dir():
-            raise ConfigError(f"image_dir is {self.image_dir}, which is not a folder.")
         if len(self.prompt_options()) > 1:
             raise ConfigError("prompt_language, system_prompt_file and question_template_file: give only one of them.")
 
@@ -284,7 +280,7 @@ def row_rules(arguments: DataArguments, root: Path, processor: Any) -> dict[str,
     Args:
         arguments: flags.
         root: folder of relative image paths.
-        processor: of the model, or None.
+        processor: processor of the model, or None.
     """
     return {
         "root": root,
@@ -457,12 +453,6 @@ class _Parser(HfArgumentParser):
         return words
 
 
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return a sentence that suggests the closest known name, or where to find the names."""
-    nearest = get_close_matches(name, known, n=1, cutoff=0.6)
-    return f" Did you mean {nearest[0]}?" if nearest else " --help-all lists them."
-
-
 def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Collection[str] = ()) -> tuple[Any, ...]:
     """Parse flags, `--config x.yaml` and `--recipe`, in this order of precedence, into dataclasses.
 
@@ -479,7 +469,8 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
     left_out = [*map(_option_name, flags)]
     if unknown := [flag for flag in flags if _option_name(flag) not in ignored]:
-        raise ConfigError(f"Unknown flag {unknown[0]}.{did_you_mean(unknown[0], parser._option_string_actions)}")
+        meant = did_you_mean(unknown[0], parser._option_string_actions)
+        raise ConfigError(f"Unknown flag {unknown[0]}.{meant} --help-all lists them.")
     if rest and not rest[0].startswith("--"):
         raise ConfigError(f"{rest[0]!r} is not a flag or its value: remove it, or quote the value that it is part of.")
     typed = [_option_name(word) for word in argv if word.startswith("--")]
@@ -518,11 +509,10 @@ def _read_config_file(file: Path, known: Collection[str], ignored: Collection[st
 def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     """Return the options of a file under their own names; raise `ConfigError` for an unknown option."""
     values = rename_options(values, where)
-    for name, value in values.items():
+    for name in values:
         if name not in known:
-            raise ConfigError(f"{where} has {name}, which is not an option.{did_you_mean(str(name), known)}")
-        if value is False and name.endswith("_strategy"):
-            raise ConfigError(f'{where} has {name}: no, which YAML reads as false: write "no" in quotes.')
+            meant = did_you_mean(str(name), known)
+            raise ConfigError(f"{where} has {name}, which is not an option.{meant} --help-all lists them.")
     return values
 
 

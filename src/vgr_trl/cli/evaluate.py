@@ -30,8 +30,8 @@ from vgr_trl.data.checked_rows import SkippedRow, report_skipped
 from vgr_trl.data.prompts import PromptTemplate, to_parts
 from vgr_trl.errors import ConfigError
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
-from vgr_trl.reporting.recorded_rows import read_row_images
-from vgr_trl.reporting.records import RUN_FILE, refuse_unwritable
+from vgr_trl.reporting.recorder import read_row_images
+from vgr_trl.reporting.records import find_identity, refuse_unwritable
 
 EVALUATE_OPTIONS = ("num_samples", "temperature", "max_completion_length", "batch_size", "blank_images", "seed")
 
@@ -91,9 +91,8 @@ def find_trained_prompt(model: str) -> dict[str, Any]:
     Args:
         model: `output_dir` of `train`, or a folder in it. For other models, the result is empty.
     """
-    folder = Path(model)
-    files = [each / RUN_FILE for each in (folder, folder.absolute().parent) if folder.is_dir()]
-    run = json.loads(next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "{}"))
+    identity = find_identity(Path(model))
+    run = {} if identity is None else json.loads(identity.read_text(encoding="utf-8"))
     if "system_prompt" not in run:
         return {}
     prompt = run["system_prompt"] and PromptTemplate(**run["system_prompt"])
@@ -120,7 +119,7 @@ def load_for_inference(
 
     Args:
         name: folder or hub name.
-        dtype: of the weights; auto: as saved.
+        dtype: dtype of the weights; auto: as saved.
         revision: branch, tag or commit of a hub model.
         trust_remote_code: run Python code that comes with the model.
 

@@ -26,6 +26,7 @@ from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_confi
 
 from vgr_trl.atomic_files import write_atomic
 from vgr_trl.callbacks.stopping import EXIT_STATUS
+from vgr_trl.callbacks.trackers import format_duration, progress_lines
 from vgr_trl.checkpoints import (
     TRACES,
     how_to_go_on,
@@ -59,15 +60,13 @@ from vgr_trl.errors import CollapseError, ConfigError, DataError, MissingSplitEr
 from vgr_trl.options import changed_options
 from vgr_trl.patches.transformers import close_group_at_exit, wait_for_gloo
 from vgr_trl.prepare import read_context, reads_boxes
-from vgr_trl.reporting.console import format_duration, print_record, progress_lines
-from vgr_trl.reporting.recorded_rows import RecordBeforeTraining, needs_record_before_training
-from vgr_trl.reporting.records import read_object, read_run, refuse_unwritable
-from vgr_trl.rewards.functions import vgr_hard_negative_reward, vgr_reward
+from vgr_trl.reporting.console import print_record
+from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
+from vgr_trl.reporting.records import IDENTITY_FILE, read_object, read_run, refuse_unwritable
 from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
 from vgr_trl.tools import load_environment
 from vgr_trl.trainer import DAPOTrainer
 
-RUN_FILE = "run.json"
 METRICS = "metrics.json"
 TINY_MODEL_PARAMETERS = 1e8  # models below this use the learning rate of the demo
 LARGE_MEMORY = 40e9  # bytes beside the weights: enough for 8 completions of 512 tokens and their images
@@ -148,19 +147,25 @@ def train(
         collapsed = trainer.collapse_watch.found if config.stop_on_collapse else None
         trainer.save_state()
     if not (collapsed or trainer.termination.stopped):
-        trainer.save_model(str(output_dir))
-        metrics = final_metrics(trainer)
-        if is_main:
-            write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
-            rows = count_rows(trainer.eval_dataset)
-            print(*progress_lines(trainer.state.log_history, rows, before.scores, before.completions), sep="\n")
-            print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
+        save_results(trainer, before, metrics_file)
     trainer.accelerator.wait_for_everyone()
     wait_for_gloo()
     trainer.accelerator.end_training()  # `trainer.end` does this, but transformers 5.17 lacks it
     if collapsed is not None:
         raise CollapseError(f"{collapsed} Training stopped; no model was saved.")
     return trainer
+
+
+def save_results(trainer: DAPOTrainer, before: RecordBeforeTraining, metrics_file: Path) -> None:
+    """Save model and metrics of a completed training beside each other, and print how the rewards changed."""
+    output_dir = metrics_file.parent
+    trainer.save_model(str(output_dir))
+    metrics = final_metrics(trainer)
+    if trainer.accelerator.is_main_process:
+        write_atomic(metrics_file, (json.dumps(metrics, indent=2) + "\n").encode())
+        rows = count_rows(trainer.eval_dataset)
+        print(*progress_lines(trainer.state.log_history, rows, before.scores, before.completions), sep="\n")
+        print(f"Model, metrics and completions are in {output_dir}. Next: vgr-trl report {output_dir}")
 
 
 def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOConfig, model: ModelConfig) -> DAPOTrainer:
@@ -197,8 +202,7 @@ def build_trainer(data: DataArguments, rewards: RewardArguments, config: DAPOCon
     load_test = partial(load, evaluation_source(data), limit=data.max_test_rows)
     rows, test_rows, skipped_tests, note = select_evaluation_rows(data, config, rows, load_test)
     if is_main:
-        notes = [note, attention_scale_warning(reward_funcs, config), _adapter_options_warning(model)]
-        for sentence in filter(None, notes):
+        for sentence in filter(None, (note, _adapter_options_warning(model))):
             print(sentence, file=sys.stderr)
         report_skipped([*skipped, *skipped_tests], skipped_file)
     loading = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
@@ -245,17 +249,6 @@ def select_evaluation_rows(
     kept, test_rows = train_test_split(train_rows, config.seed, root, data.max_test_rows)
     held_out = f"{len(test_rows)} of {len(train_rows)} rows are held out for evaluation, chosen by image and seed"
     return kept, test_rows, [], f"The data have no {data.dataset_test_split} split: {held_out} {config.seed}."
-
-
-def attention_scale_warning(functions: list[Any], config: DAPOConfig) -> str | None:
-    """Return a warning if a VGR reward that counts is not scaled by the spread of accuracy in its group."""
-    ones = [1.0] * len(functions)
-    weights = zip(config.reward_weights or ones, config.early_reward_weights or ones, functions, strict=False)
-    counted = {id(reward) for late, early, reward in weights if late or (config.early_reward_weights and early)}
-    if config.attention_reward_scale == "accuracy" or not counted & {*map(id, (vgr_reward, vgr_hard_negative_reward))}:
-        return None
-    found = "on the demo, a VGR reward then lowered accuracy from 0.69 to 0.26"
-    return f"attention_reward_scale is none: {found}. --attention_reward_scale accuracy scales it."
 
 
 def _adapter_options_warning(model: ModelConfig) -> str | None:
@@ -319,7 +312,7 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
         may_repeat: whether the same run may overwrite itself.
     """
     refuse_unwritable(output_dir, "output_dir", is_folder=True)
-    file = output_dir / RUN_FILE
+    file = output_dir / IDENTITY_FILE
     before = read_object(file)
     if not before and file.exists():
         raise ConfigError(f"{file} is no object of JSON: choose another output_dir.")
@@ -337,7 +330,7 @@ def check_output_dir(output_dir: Path, identity: dict[str, Any], resume: str | N
 
 def write_identity(output_dir: Path, identity: dict[str, Any]) -> None:
     """Write `run.json`, from which a later start recognises the run in the folder."""
-    write_atomic(output_dir / RUN_FILE, (json.dumps(identity, indent=2) + "\n").encode())
+    write_atomic(output_dir / IDENTITY_FILE, (json.dumps(identity, indent=2) + "\n").encode())
 
 
 def suggest_options(parameters: float, memory: float, device: str) -> dict[str, str]:

@@ -5,14 +5,12 @@ fixed; `mtrl.yaml` has the names of MTRL and VPPO. The functions of `easyr1.py` 
 """
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from vgr_trl.config_converters.conversion import Conversion, flatten, read_configuration
 from vgr_trl.config_converters.easyr1 import CONDITIONS, CONVERTERS
-from vgr_trl.config_converters.key_tables import EASYR1_KEYS, check_type
-from vgr_trl.config_converters.mtrl import rename_mtrl_keys
-from vgr_trl.config_converters.verl import VERL_KEYS, rename_verl_keys
+from vgr_trl.config_converters.key_tables import EASYR1_KEYS, VERL_KEYS, check_type, rename_mtrl_keys, rename_verl_keys
+from vgr_trl.errors import did_you_mean
 
 __all__ = ["EASYR1_KEYS", "Conversion", "convert", "flatten", "read_configuration"]
 
@@ -44,13 +42,14 @@ def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
         elif each.accepted is not None and found[key] not in each.accepted:
             found.mark_unsupported(key, each.why)
     for key in (key for key in stated if key not in known):
-        found.unsupported[key] = f"is unknown.{did_you_mean(key, found)}"
+        found.unsupported[key] = f"is unknown.{suggest_key(key, found)}"
     return found
 
 
-def did_you_mean(key: str, found: Conversion) -> str:
+def suggest_key(key: str, found: Conversion) -> str:
     """Return a sentence that suggests the key with the last part of an unknown one, or that sets its option."""
     section, _, last = key.rpartition(".")
     same = [each for each in EASYR1_KEYS if last in (each.rpartition(".")[2], *found.options_by_key.get(each, ()))]
-    nearest = [each for each in same if each.startswith(section)] or same or get_close_matches(key, EASYR1_KEYS, n=1)
-    return f" Did you mean {found.name(nearest[0])}?" if nearest else ""
+    nearest = [each for each in same if each.startswith(section)] or same
+    known = [*map(found.name, EASYR1_KEYS)]
+    return f" Did you mean {found.name(nearest[0])}?" if nearest else did_you_mean(found.name(key), known)

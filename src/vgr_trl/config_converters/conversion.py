@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vgr_trl.config_converters.key_tables import EASYR1_KEYS
-from vgr_trl.config_converters.mtrl import MTRL_SECTIONS, easyr1_name
-from vgr_trl.config_converters.verl import VERL_RENAMED_KEYS
+from vgr_trl.config_converters.key_tables import EASYR1_KEYS, MTRL_SECTIONS, VERL_RENAMED_KEYS, easyr1_name
 from vgr_trl.errors import ConfigError, error_text
 from vgr_trl.options import check_value
 from vgr_trl.patching import patched_attribute

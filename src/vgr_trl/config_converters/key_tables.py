@@ -1,4 +1,4 @@
-"""Read the tables of another framework's keys, `<framework>.yaml`: defaults there, and renamed, ignored or fixed keys.
+"""Read the tables of other trainers' keys, `<framework>.yaml`, and rename the keys of MTRL, VPPO and verl to EasyR1's.
 
 Configurations of every framework are converted by EasyR1's keys, `EASYR1_KEYS`.
 """
@@ -52,7 +52,7 @@ def check_type(name: str, value: Any, known: Key) -> None:
     """Check that a switch is a bool and a number a number: the text "flase" would switch a key on.
 
     Args:
-        name: of the key in the configuration.
+        name: name of the key in the configuration.
         value: None passes.
         known: the key of EasyR1, whose default has the type to check.
 
@@ -66,3 +66,64 @@ def check_type(name: str, value: Any, known: Key) -> None:
         raise ConfigError(f"{name} is {value!r}: give true or false.")
     if kind in (int, float) and not re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", str(value).lower()):
         raise ConfigError(f"{name} is {value!r}: give a number.")
+
+
+_MTRL = load_tables("mtrl")
+MTRL_SECTIONS: dict[str, str] = _MTRL["sections"]  # section of MTRL -> EasyR1's
+MTRL_NAMES: dict[str, str] = _MTRL["names"]  # key of MTRL or VPPO -> EasyR1's
+
+
+def easyr1_name(key: str) -> str:
+    """Return EasyR1's name for a key of MTRL or VPPO; critic and reference use the actor's names."""
+    section, dot, rest = key.partition(".")
+    key = f"{MTRL_SECTIONS.get(section, section)}{dot}{rest}"
+    if role := re.match(r"worker\.(critic|ref)\.", key):
+        name = f"worker.actor.{key[role.end() :]}"
+        return MTRL_NAMES.get(name, name).replace("worker.actor.", role[0])
+    return MTRL_NAMES.get(key, key)
+
+
+def rename_mtrl_keys(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return values by EasyR1's keys, and EasyR1 key -> name in the configuration, or in its section.
+
+    Raises:
+        ConfigError: two names of one key have different values.
+    """
+    stated: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for name, value in given.items():
+        key = easyr1_name(name)
+        if key in stated and stated[key] != value:
+            raise ConfigError(f"{names[key]} is {stated[key]!r}, but its other name {name} is {value!r}: give one.")
+        stated[key], names[key] = value, name
+    sections = {name.partition(".")[0] for name in given}
+    used = {section: each for each, section in MTRL_SECTIONS.items() if each in sections}
+    for key in EASYR1_KEYS:
+        section, dot, rest = key.partition(".")
+        names.setdefault(key, f"{used.get(section, section)}{dot}{rest}")
+    return stated, names
+
+
+_VERL = load_tables("verl")
+VERL_KEYS = build_keys(_VERL)  # keys that EasyR1 lacks
+VERL_RENAMED_KEYS: dict[str, list[Any]] = _VERL["names"]  # key of verl -> EasyR1's, and verl's default
+VERL_DEFAULTS: dict[str, Any] = _VERL["defaults"]  # of keys that both have
+_MODES = {"token-mean": "token", "seq-mean-token-mean": "seq", "vanilla": "default"}
+
+
+def rename_verl_keys(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return values by EasyR1's keys, and EasyR1 key -> name in the configuration."""
+    found = VERL_DEFAULTS | {key: value for key, value in given.items() if key not in VERL_RENAMED_KEYS}
+    found |= {key: given.get(name, default) for name, (key, default) in VERL_RENAMED_KEYS.items()}
+    names = {key: name for name, (key, _) in VERL_RENAMED_KEYS.items()}
+    own = {key: given.get(key, known.default) for key, known in VERL_KEYS.items()}
+    actor = "actor_rollout_ref.actor"
+    in_loss = bool(found["algorithm.use_kl_loss"])
+    found["algorithm.disable_kl"] = not (in_loss or own["algorithm.use_kl_in_reward"])
+    pairs = {"worker.actor.loss_avg_mode": f"{actor}.loss_agg_mode",
+             "worker.actor.loss_type": f"{actor}.policy_loss.loss_mode"}  # fmt: skip
+    if in_loss:
+        pairs |= {"algorithm.kl_coef": f"{actor}.kl_loss_coef", "algorithm.kl_penalty": f"{actor}.kl_loss_type"}
+    for key, name in pairs.items():
+        found[key], names[key] = _MODES.get(own[name], own[name]), name
+    return found, names

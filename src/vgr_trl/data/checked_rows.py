@@ -59,7 +59,7 @@ from vgr_trl.data.read_row import (
     undecoded,
 )
 from vgr_trl.errors import ConfigError, DataError, error_text
-from vgr_trl.processes import belong_to_parent
+from vgr_trl.processes import exit_with_parent
 
 logger = logging.get_logger(__name__)
 
@@ -114,7 +114,7 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
     Videos are decoded to count their frames. The key `right` has the resolved solution, None where none is needed.
 
     Args:
-        row: of the data.
+        row: row of the data.
         options: requirements.
 
     Raises:
@@ -143,7 +143,7 @@ def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images
     """Return a row with its prompt and its decoded images and frames.
 
     Args:
-        row: of the data.
+        row: row of the data.
         options: requirements.
         column: `images` for a list, or `image` for the only image.
 
@@ -163,7 +163,7 @@ def decoded_images(row: Mapping[str, Any], options: RowOptions, column: str = "i
     """Return the decoded and resized images and frames of a row.
 
     Args:
-        row: of the data.
+        row: row of the data.
         options: requirements.
         column: `images` for a list, or `image` for the only image or None.
     """
@@ -206,8 +206,8 @@ def prepare_rows(
         split: its name in messages.
         keys: accepted names of columns.
         on_skipped: called for each skipped row of a stream; None: warn.
-        shuffle_seed: of a stream: draw each row from the next 1000, which wait undecoded; None: keep the order.
-        options: of `RowOptions`.
+        shuffle_seed: seed of a stream: draw each row from the next 1000, which wait undecoded; None: keep the order.
+        options: fields of `RowOptions`.
 
     Raises:
         ConfigError: there are videos, and PyAV is not installed.
@@ -336,7 +336,7 @@ def drop_long_prompts(
         dataset: with prompts.
         lengths: counts the tokens of a prompt.
         limit: largest number of tokens.
-        name: of the data in messages.
+        name: name of the data in messages.
         on_dropped: called for each row that a stream drops.
 
     Raises:
@@ -371,7 +371,7 @@ def prompt_lengths(dataset: Dataset, lengths: PromptLengths, description: str) -
     Args:
         dataset: with prompts.
         lengths: counts the tokens of a prompt.
-        description: for the progress bar.
+        description: text of the progress bar.
     """
     rows = dataset
     if is_repeatable(dataset):
@@ -519,7 +519,7 @@ def report_skipped(skipped: Sequence[SkippedRow], path: Path, mode: str = "w") -
 
     Args:
         skipped: the rows.
-        path: of the file, whose folder is created.
+        path: file to write, whose folder is created.
         mode: "w" to replace the file, "a" to append rows that a stream skips.
     """
     if not skipped:
@@ -560,9 +560,9 @@ def map_rows(
     Args:
         dataset: the rows.
         examine: returns one value for each of `features`; JSON as a text.
-        features: of the result.
+        features: columns of the result.
         key: everything besides the rows and their files that the result depends on.
-        description: for the progress bar.
+        description: text of the progress bar.
         root: folder that relative paths of images and videos start from.
         in_parallel: whether `examine` may run in other processes.
     """
@@ -588,7 +588,7 @@ def map_rows(
 
 
 def _start_worker(part: Callable[[int], pyarrow.Table]) -> None:
-    belong_to_parent()
+    exit_with_parent()
     _part_of_worker.append(part)
 
 

@@ -132,17 +132,18 @@ def _nlvr(row: Row) -> list[Row]:
     return [{**about, "question": question, "choices": ["true", "false"], "answer": answer}]
 
 
-_aokvqa = partial(_multiple_choice, source="A-OKVQA")
-_arxivqa = partial(_multiple_choice, source="ArxivQA")
-_mmmu_pro = partial(_multiple_choice, source="MMMU-Pro")
+# fmt: off
 CONVERTERS = {
-    "aokvqa": Converter(_aokvqa, hub_name=HUB_NAME, id_column="question_id"),
-    "arxivqa": Converter(_arxivqa, hub_name="openbmb/VisRAG-Ret-Test-ArxivQA", id_column="query-id", join=join_arxivqa),
-    "mmmu_pro": Converter(_mmmu_pro, several_images=True, hub_name=MMMU_PRO[0], config=MMMU_PRO[1], split="test"),
+    "aokvqa": Converter(partial(_multiple_choice, source="A-OKVQA"), hub_name=HUB_NAME, id_column="question_id"),
+    "arxivqa": Converter(partial(_multiple_choice, source="ArxivQA"), hub_name="openbmb/VisRAG-Ret-Test-ArxivQA",
+        id_column="query-id", join=join_arxivqa),
+    "mmmu_pro": Converter(partial(_multiple_choice, source="MMMU-Pro"), several_images=True, hub_name=MMMU_PRO[0],
+        config=MMMU_PRO[1], split="test"),
     "jsonl": Converter(lambda row: [row], several_images=True),
     "easy_vqa": Converter(_easy_vqa),
     "nlvr": Converter(_nlvr, regions=True),
 }
+# fmt: on
 for _name, _converter in CONVERTERS.items():
     registries.datasets.register(_name)(_converter.rows)
 
@@ -184,7 +185,7 @@ def shuffle_choices(rows: Dataset, sides: Iterable[Sequence[int]], seed: int) ->
     Args:
         rows: converted rows.
         sides: numbers of the rows of each split.
-        seed: of the order.
+        seed: seed of the order.
     """
     solutions, options, problems = list(rows["solution"]), list(rows["choices"]), list(rows["problem"])
     for side in sides:
@@ -265,10 +266,10 @@ def convert_rows(rows: Dataset, rules: Rules, columns: Sequence[str], folder: st
     """Return the rows with columns of the schema, or with the `REASON` why they cannot be used.
 
     Args:
-        rows: of a set.
-        rules: of the set.
-        columns: of the schema.
-        folder: for temporary files.
+        rows: rows of a set.
+        rules: rules of the set.
+        columns: columns of the schema.
+        folder: folder for temporary files.
         workers: processes that decode images; 0: this process.
 
     Raises:
@@ -370,7 +371,7 @@ def encode_image(value: Any, root: Path, limits: ImageLimits) -> tuple[bytes, Im
     Args:
         value: an image, a path, or a dict with `bytes` or `path`.
         root: folder that a relative path starts from.
-        limits: of the size.
+        limits: limits of the size.
 
     Raises:
         DataError: the image cannot be used; the message is the reason.
@@ -418,7 +419,7 @@ def write_rows(rows: Dataset, sides: Mapping[str, list[int]], columns: list[str]
     Args:
         rows: converted rows.
         sides: split → numbers of its rows.
-        columns: of the written rows.
+        columns: columns to write.
         working: folder for unfinished files.
         folder: output folder, which a copy with the new files replaces when all are complete.
 
@@ -465,7 +466,7 @@ def merge(rows: Dataset, test_share: float, seed: int) -> tuple[Dataset, dict[st
     Args:
         rows: converted rows with `DIGESTS`.
         test_share: share of rows in `test`, in [0, 1); 0: no split.
-        seed: of the split and the order.
+        seed: seed of the split and the order.
 
     Raises:
         ConfigError: `test_share` is out of range.
@@ -504,7 +505,7 @@ def train_test_split(
 
     Args:
         dataset: as `prepare_rows` gives it; rows without an image are compared by their question.
-        seed: of the choice, which depends on nothing else but the images.
+        seed: seed of the choice, which depends on nothing else but the images.
         root: folder that relative paths start from.
         most: largest number of rows for evaluation; None: no limit.
 
@@ -533,7 +534,7 @@ def split_by_image(images: Sequence[Sequence[str]], test_share: float, seed: int
     Args:
         images: per row the names of its images.
         test_share: share of rows to test on, in [0, 1), which is met as closely as possible.
-        seed: of the choice, which depends on nothing else but the images.
+        seed: seed of the choice, which depends on nothing else but the images.
 
     Raises:
         DataError: shared images link all rows.

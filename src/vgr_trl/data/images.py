@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,10 +19,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vgr_trl.errors import ConfigError, DataError, error_text
 
-IMAGE_COLUMNS, VIDEO_COLUMNS = ("image", "images"), ("video", "videos")
+IMAGE_COLUMNS = ("image", "images")
 NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, 8))  # of MMMU-Pro
 FURTHER_IMAGES = tuple(f"image{number}" for number in range(2, 8))  # behind `image`
-MEDIA = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *FURTHER_IMAGES, *VIDEO_COLUMNS)
+MEDIA = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *FURTHER_IMAGES, "video", "videos")
 TEACHER_IMAGES = "teacher_images"  # column of images that a teacher sees in place of the policy's
 PRIVILEGED_CONTEXT = "privileged_context"  # column of a text that a teacher alone reads, as TRL names it
 FULL_IMAGES = "full_images"  # column of a row's images before `max_pixels` and other limits
@@ -164,7 +163,8 @@ def _open(file: BinaryIO) -> Image.Image:
     fields = re.sub(rb"#[^\r\n]*", b"", start).split()
     if len(start) == TAIL and re.match(rb"P[0-6fFy]", start) and len(fields) < (3 if start[1:2] in b"14" else 4):
         raise DataError(f"image has a header of more than {TAIL} bytes")
-    return Image.open(file, formats=_formats())
+    Image.init()  # all formats of this installation
+    return Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
 
 
 def _upright_size(image: Image.Image) -> Size:
@@ -202,12 +202,6 @@ def _reasons(problem: str) -> Iterator[None]:
         raise DataError(f"{problem}: not in a known image format") from error
     except Exception as error:  # decoders raise whatever damaged bytes lead them to
         raise DataError(f"{problem}: {error_text(error)}") from error
-
-
-@cache
-def _formats() -> tuple[str, ...]:
-    Image.init()
-    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def image_bytes(value: Any, root: Path = Path()) -> bytes:
@@ -324,7 +318,7 @@ def frames_of(row: Mapping[str, Any], fps: float, most: int, root: Path = Path()
     frames per second gives each of its frames once.
 
     Args:
-        row: of the data.
+        row: row of the data.
         fps: frames per second.
         most: largest number of frames of the row.
         root: folder that relative paths start from.
@@ -382,8 +376,8 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
     Args:
         row: with `bbox`, one or several (left, top, right, bottom) in [0, 1] of the image, or with `regions`, a list
             of (left, top, width, height), as converted sets have it, in pixels, or in [0, 1] if all values are.
-        size: of its image, (width, height) in pixels.
-        name: of the row, for messages.
+        size: (width, height) of its image, in pixels.
+        name: how messages call the row.
 
     Raises:
         DataError: a box has not four numbers, is empty, or leaves the image.
@@ -412,7 +406,7 @@ def refuse_bad_boxes(row: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -
     """Raise `DataError` if a row has one image and boxes that cannot be read.
 
     Args:
-        row: of the data.
+        row: row of the data.
         sizes: (width, height) of its images, as the model gets them.
     """
     if len(sizes) == 1:

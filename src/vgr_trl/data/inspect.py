@@ -4,7 +4,7 @@ import base64
 import io
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -101,7 +101,7 @@ def summarise(
     """Return the columns of `SUMMARY` for a row.
 
     Args:
-        row: of the data.
+        row: row of the data.
         options: requirements.
         lengths: measures the prompt; None: it is not measured.
         hashes: whether to hash the image files.
@@ -146,7 +146,7 @@ def inspect_rows(
         lengths: measures prompts; None: they are not measured.
         hashes: whether to hash images, to compare splits.
         samples: number of rows in the sample.
-        seed: of the sample.
+        seed: seed of the sample.
         limit: `max_prompt_length`, to count longer prompts.
 
     Raises:
@@ -170,33 +170,46 @@ def inspect_rows(
     usable = [place for place, reason in enumerate(found[REASON][:]) if reason is None]
     reasons = enumerate(zip(found["id"][:], found[REASON][:], strict=True))
     skipped = [SkippedRow(split, place, name, reason) for place, (name, reason) in reasons if reason is not None]
+    drawn = sorted(Random(seed).sample(usable, min(samples, len(usable))))
+    picked = rows.select(drawn) if isinstance(rows, Dataset) else (row for n, row in enumerate(rows) if n in drawn)
+    pairs = zip(drawn, picked, strict=False)
+    shown = [show_row(renamed_row(row, keys), options, {**found[place], "row": place}) for place, row in pairs]
+    digests = Counter(digest for of_row in found["digests"][:] for digest in of_row or ())
+    text = _describe(split, found, skipped, (limit // 2, limit, 2 * limit) if limit else LIMITS)
+    return Findings(len(found), len(usable), skipped, digests, list(filter(None, shown)), text)
+
+
+def _describe(split: str, found: Dataset, skipped: Sequence[SkippedRow], limits: Sequence[int]) -> str:
+    """Return the report on a split: tables, the first three skipped rows of each kind, rows above the limits.
+
+    Args:
+        split: name of the split.
+        found: columns of `SUMMARY`.
+        skipped: unusable rows.
+        limits: values of `max_prompt_length`, in tokens.
+    """
     examples = defaultdict[str, list[str]](list)  # kind of reason → lines about the first three rows
     for row in skipped:
         if len(lines := examples[kind_of(row.reason)]) < 3:
             reason = to_one_line(row.reason)[:200]
             lines.append(f"  row {row.row}, counted from 0 (id {str(row.id)[:60]!a}): {reason}")
-    drawn = sorted(Random(seed).sample(usable, min(samples, len(usable))))
-    picked = rows.select(drawn) if isinstance(rows, Dataset) else (row for n, row in enumerate(rows) if n in drawn)
-    pairs = zip(drawn, picked, strict=False)
-    shown = [show_row(renamed_row(row, keys), options, {**found[place], "row": place}) for place, row in pairs]
     unreadable = sum(row.reason.startswith("solution is") for row in skipped)
     bad = f"{len(skipped):,} unusable" if skipped else "all usable"
     bad += f"; {unreadable:,} because of an unreadable answer" if unreadable else ""
     summary = report(found.remove_columns("digests"))
     text = [f"{split}: {len(found):,} rows, {bad}.", summary, *chain(*examples.values()), ""]
     measured = [length for length in found["length"][:] if length is not None]
-    for most in ((limit // 2, limit, 2 * limit) if limit else LIMITS) if measured else ():
-        longer = sum(length > most for length in measured)
-        text.append(f"max_prompt_length={most} skips {longer:,} rows ({longer / len(measured):.1%}).")
-    digests = Counter(digest for of in found["digests"][:] for digest in of or ())
-    return Findings(len(found), len(usable), skipped, digests, list(filter(None, shown)), "\n".join(text))
+    for limit in limits if measured else ():
+        longer = sum(length > limit for length in measured)
+        text.append(f"max_prompt_length={limit} skips {longer:,} rows ({longer / len(measured):.1%}).")
+    return "\n".join(text)
 
 
 def show_row(row: Mapping[str, Any], options: RowOptions, about: dict[str, Any]) -> dict[str, Any] | None:
     """Return the summary of a row with its answer, messages and pictures for the page, or None for a damaged row.
 
     Args:
-        row: of the data.
+        row: row of the data.
         options: requirements.
         about: the row's summary.
     """
@@ -225,9 +238,9 @@ def page(findings: Findings, source: str, seed: int) -> bytes:
     """Return the page in UTF-8, with escaped texts of the data and embedded images.
 
     Args:
-        findings: of the rows.
+        findings: findings in the rows.
         source: title of the page.
-        seed: of the sample, which the page names.
+        seed: seed of the sample, which the page names.
     """
 
     def finalize(value: Any) -> Any:

@@ -4,10 +4,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import yaml
 from datasets.fingerprint import Hasher
-from jinja2 import StrictUndefined, TemplateError, meta
+from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL import Image
 from transformers import ProcessorMixin
@@ -22,21 +24,10 @@ TEMPLATE_SECONDS = 10  # of computing, for one question
 PLACEHOLDER = "<image>"  # of an image in the text of a question, as LLaVA, ms-swift and EasyR1 write it
 LONGEST_CONTEXT = 20_000  # characters that a teacher reads beside the prompt
 VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
-SYSTEM_PROMPT = (
-    "Look at the image and reason about the question before you answer. Write your reasoning between <think> and "
-    "</think>, then only the final answer between <answer> and </answer>. For a multiple-choice question the final "
-    "answer is the letter of the right option."
+SYSTEM_PROMPTS: dict[str, str] = yaml.safe_load(
+    Path(__file__).with_name("system_prompts.yaml").read_text(encoding="utf-8")
 )
-SYSTEM_PROMPTS = {
-    "en": SYSTEM_PROMPT,
-    "zh": (
-        "请先观察图片并针对问题进行推理，再作答。把推理过程写在 <think> 和 </think> 之间，"
-        "然后只把最终答案写在 <answer> 和 </answer> 之间。对于选择题，最终答案是正确选项的字母。"
-    ),
-}
-
-# What a template for a message of this role may use.
-VARIABLES = {"system": ("problem", "choices", "letters", "source"), "user": ("content", "problem")}
+SYSTEM_PROMPT = SYSTEM_PROMPTS["en"]
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -127,11 +118,11 @@ class PromptTemplate:
         text: a system prompt may use `problem`, `choices` (a list, empty for an open question), `letters` (of the
             choices) and `source` (of the row, or an empty text); a user message `content`, the question with its
             options, which is also called `problem`. A text without `{{`, `{%` and `{#` stays as it is.
-        name: of the template in messages, for example the path of its file.
+        name: how messages call the template, for example the path of its file.
         role: `system`, or `user` for a message that replaces the question, without a system prompt.
 
     Raises:
-        ConfigError: the text is no template, or uses an unknown variable.
+        ConfigError: the text is no template.
     """
 
     def __init__(self, text: str, name: str = "the system prompt", role: str = "system") -> None:
@@ -139,12 +130,8 @@ class PromptTemplate:
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
         try:
             self._template = environment.from_string(text)
-            unknown = meta.find_undeclared_variables(environment.parse(text)) - {*VARIABLES[role], *environment.globals}
         except TemplateError as error:
             raise ConfigError(f"{name} is not a Jinja2 template ({error_text(error)}): correct it there.") from error
-        if unknown:
-            known = ", ".join(VARIABLES[role])
-            raise ConfigError(f"{name} uses {', '.join(sorted(unknown))}, but only {known} are defined.")
 
     def __reduce__(self) -> Any:
         """Pickle and hash the text, as a compiled template is not the same twice."""
@@ -265,7 +252,7 @@ class PromptLengths:
     a constant, or there is no such function, a blank image of each size is processed once.
 
     Args:
-        processor: of the model, or its tokenizer for text alone.
+        processor: processor of the model, or its tokenizer for text alone.
         template: further arguments of `apply_chat_template`.
     """
 
@@ -285,7 +272,7 @@ class PromptLengths:
         """A hash of the processor and the template, on which lengths depend besides the rows."""
         images = getattr(self.processor, "image_processor", None)
         about = [type(self.processor).__name__, self.tokenizer.get_vocab(), images and images.to_dict()]
-        about += [getattr(each, "chat_template", None) for each in (self.processor, self.tokenizer)]
+        about += [self.processor.chat_template, self.tokenizer.chat_template]
         return str(Hasher.hash([json.dumps(about, sort_keys=True, default=str), self.template]))
 
     def __call__(self, row: Mapping[str, Any]) -> int:

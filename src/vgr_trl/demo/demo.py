@@ -29,7 +29,7 @@ from vgr_trl.data.prompts import build_prompt
 from vgr_trl.demo import Options
 from vgr_trl.demo.tiny_model import EOS, build_tiny_vlm
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
-from vgr_trl.reporting.recorded_rows import RecordBeforeTraining
+from vgr_trl.reporting.recorder import RecordBeforeTraining
 from vgr_trl.rewards.answers import LETTERS
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
 from vgr_trl.trainer import DAPOTrainer

@@ -64,8 +64,8 @@ def build_tiny_vlm(
 
     Args:
         texts: texts that the model will read and write; every word in them becomes a token.
-        hidden_size: of language model and vision tower, a multiple of 4 x `num_heads`.
-        num_layers: of the language model; below 3 there is no late third of the layers.
+        hidden_size: width of language model and vision tower, a multiple of 4 x `num_heads`.
+        num_layers: layers of the language model; below 3 there is no late third of the layers.
     """
     processor = build_processor(texts)
     ids = processor.tokenizer.convert_tokens_to_ids

@@ -42,6 +42,17 @@ def weigh_by_tokens(metrics: MutableMapping[str, list[float]], names: Iterable[s
             metrics[name] = [sum(value * count for value, count in pairs) / total]
 
 
+def k3(log_ratio: Tensor) -> Tensor:
+    """Return r - 1 - ln r of each token, an estimate of KL(p ‖ q) from a token sampled from p, with r = q / p.
+
+    Schulman, http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        log_ratio: ln r, of any shape.
+    """
+    return torch.expm1(log_ratio) - log_ratio
+
+
 class StepMetrics:
     """Counts and means of the micro-batches since the last log.
 
@@ -75,8 +86,7 @@ class StepMetrics:
     ) -> dict[str, float]:
         """Count a micro-batch over all processes, and return its metrics, means over tokens with loss.
 
-        `approx_kl` is the k3 estimate of KL(old policy ‖ policy): ratio − 1 − ln ratio with ratio = π/π_old of a token
-        sampled from π_old (Schulman, http://joschu.net/blog/kl-approx.html).
+        `approx_kl` estimates KL(old policy ‖ policy) by `k3` of the tokens, which the old policy sampled.
 
         Args:
             inputs: inputs of the loss, N rows.
@@ -91,7 +101,7 @@ class StepMetrics:
         old_logps = inputs.get("old_per_token_logps", logps)  # TRL omits them on-policy
         log_ratio = (logps - old_logps).float() * loss_mask
         counts = {
-            "kl": (log_ratio.exp() - 1 - log_ratio).sum(),
+            "kl": k3(log_ratio).sum(),
             "valid": mask.sum(),
             "scored": loss_mask.sum(),
             "tokens": inputs["prompt_mask"].sum() + inputs["completion_mask"].sum(),

@@ -7,21 +7,21 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 from yaml.constructor import ConstructorError
 
-from vgr_trl.errors import ConfigError, error_text
+from vgr_trl.errors import ConfigError, did_you_mean, error_text
 
 __all__ = ["About", "Recipe", "load_recipe", "read_recipe", "recipe_names"]
 
 RECIPE_FOLDER = Path(__file__).parent
 TEMPLATES = RECIPE_FOLDER.parent / "cli" / "templates"  # the files that `vgr-trl init` writes
 REWARDS = "reward_funcs", "reward_weights"
-SPELLINGS = {"warmup_ratio", "warmup_steps"}, {"generation_batch_size", "steps_per_generation"}  # of the same setting
+# Sets of options that state the same setting; a stated one displaces the others.
+SAME_SETTING = {"warmup_ratio", "warmup_steps"}, {"generation_batch_size", "steps_per_generation"}
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,8 @@ def recipe_file(spec: str) -> Path:
     if Path(spec).suffix in (".yaml", ".yml"):
         return Path(spec)
     if spec not in recipe_names():
-        nearest = get_close_matches(spec, recipe_names(), n=1)
-        meant = f"Did you mean {nearest[0]}? Else give" if nearest else "Give"
-        raise ConfigError(f"There is no recipe {spec!r}. {meant} one of {', '.join(recipe_names())} or a YAML file.")
+        problem = f"There is no recipe {spec!r}.{did_you_mean(spec, recipe_names())}"
+        raise ConfigError(f"{problem} Give one of {', '.join(recipe_names())} or a YAML file.")
     return RECIPE_FOLDER / f"{spec}.yaml"
 
 
@@ -78,15 +77,12 @@ def read_recipe(spec: str) -> Recipe:
     """Read a recipe by name or path.
 
     Raises:
-        ConfigError: the recipe does not exist, is not a YAML mapping, or has an invalid description.
+        ConfigError: the recipe does not exist, or is not a YAML mapping.
     """
     file = recipe_file(spec)
     values = read_options(file, f"The recipe {file}")
     about = values.pop("about", None)
-    try:
-        return Recipe(file.stem, None if about is None else About(**about), values)
-    except TypeError as error:
-        raise ConfigError(f"about of the recipe {file} does not describe a method: {error}") from error
+    return Recipe(file.stem, about and About(**about), values)
 
 
 def load_recipe(spec: str) -> dict[str, Any]:
@@ -136,7 +132,7 @@ def override_recipe(
 
 def drop_displaced(options: Mapping[str, Any], stated: Collection[str]) -> dict[str, Any]:
     """Drop options that are also stated, under the same name or another spelling."""
-    displaced = set(stated).union(*(names for names in SPELLINGS if names & set(stated)))
+    displaced = set(stated).union(*(names for names in SAME_SETTING if names & set(stated)))
     return {name: value for name, value in options.items() if name not in displaced}
 
 

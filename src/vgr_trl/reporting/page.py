@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from vgr_trl.metrics.collapse import first_signs
 from vgr_trl.options import check_value
 from vgr_trl.reporting.records import (
     DAMAGED_ERRORS,
+    IDENTITY_FILE,
     LOGS_FILE,
-    RUN_FILE,
     Completion,
     RecordedImage,
     Run,
@@ -38,7 +38,6 @@ from vgr_trl.reporting.records import (
 PAGE = "page.html"  # built from report_page/ by `make report-page`
 DATA_PLACEHOLDER = "VGR_TRL_DATA_GOES_HERE"
 MEGABYTE = 10**6
-MIN_MEGABYTES, MAX_MEGABYTES = 1.0, 100.0  # megabytes
 
 HIDDEN_CURVES = {"epoch", "step", "total_flos", "train_loss"} | {
     f"{mode}_{name}" for mode in ("train", "eval") for name in ("runtime", "samples_per_second", "steps_per_second")
@@ -51,7 +50,6 @@ ATTENTION_SHARE = 0.5  # maximum share of the bytes of a run
 MAX_RECORDS = 200  # read per run
 _ZLIB_LEVEL = 6  # 9 takes 3.5 times as long for a page 2 % smaller
 
-Key = TypeVar("Key")
 Page = dict[str, Any]  # a run as the page reads it
 AddCompletions = Callable[[Page, dict[str, str], int], int]  # page, its thumbnails, maximum of bytes -> bytes used
 AnsweredQuestion = tuple[list[dict[str, Any]], dict[str, str]]  # completions, and thumbnails in base64 by name
@@ -79,7 +77,7 @@ def write_report(
 
     Args:
         runs: folders of runs (`output_dir`, or `rollouts` in it), and JSON files of `vgr-trl evaluate`.
-        path: of the page, which is written atomically; its folder is created.
+        path: file of the page, which is written atomically; its folder is created.
         max_megabytes: maximum size of the page, in [1, 100].
         names: names of the runs, in order; by default as recorded, else those of their folders.
         live: interval in seconds at which the page reloads itself; None: it does not.
@@ -89,7 +87,7 @@ def write_report(
             something other than a page.
         DataError: a run has no records, or a later release wrote them.
     """
-    check_value("max_megabytes", max_megabytes, float, ge=MIN_MEGABYTES, le=MAX_MEGABYTES)
+    check_value("max_megabytes", max_megabytes, float, ge=1, le=100)
     if names is not None and len(names) != len(runs):
         raise ConfigError(f"There are {len(names)} names for {len(runs)} runs: give one name per run, in order.")
     template, path = load_template(), Path(path)
@@ -160,7 +158,7 @@ def make_page(name: str, description: Mapping[str, Any], scores: Mapping[str, An
 
 def read_setup(run: Run) -> dict[str, str]:
     """Return the entries that the page lists before the options: recipe, data, rewards and the recorder's setup."""
-    identity = read_object(run.folder.parent / RUN_FILE)
+    identity = read_object(run.folder.parent / IDENTITY_FILE)
     named = {name: identity.get(name) for name in ("recipe", "data", "dataset_train_split")}
     setup = {"model": run.description.get("model"), **named, "rewards": ", ".join(run.rewards)}
     setup |= run.description.get("setup") or {}
@@ -344,7 +342,7 @@ def add_records(run: Run, page: Page, images: dict[str, str], max_bytes: int) ->
     return max_bytes - left
 
 
-def order_ends_first(keys: Sequence[Key]) -> list[Key]:
+def order_ends_first(keys: Sequence[Any]) -> list[Any]:
     """Reorder `keys` so that every prefix is spread evenly: first, last, middle, middles of the halves, …
 
     Example: [0, 1, 2, 3, 4] → [0, 4, 2, 1, 3].

@@ -30,6 +30,7 @@ logger = logging.get_logger(__name__)
 
 VERSION = 1
 FOLDER, RUN_FILE, LOGS_FILE, RECORD_FILES = "rollouts", "run.json", "logs.jsonl", "records-*.jsonl"
+IDENTITY_FILE = "run.json"  # in `output_dir`: model, data and other settings that a resumed run must keep
 Numbers = list[float | None]
 
 _HEAD_PATTERN = re.compile(rb'\{"version":(\d{1,9}),"step":(\d{1,18}),"mode":"(train|eval)"')
@@ -118,13 +119,13 @@ class Completion:
         credit: weights of the credit rules by name, per token; a filter gives 0 and 1.
         rewards: by name, unweighted.
         reward: weighted sum of the rewards.
-        advantage: of the completion, before credit is assigned to tokens.
+        advantage: advantage of the completion, before credit is assigned to tokens.
         correct: whether the accuracy reward is 1; None without an accuracy reward.
         metrics: by segment of layers, then by quantity.
         images: images of the prompt, in order, then the images that tools returned.
         attention: attention over the vision tokens of all images, averaged over heads and the layers that rewards use.
         replaced: whether another group replaced the group of this completion, which was then not trained on.
-        teacher: for each token, the one that the teacher finds most likely in its place; None without a teacher.
+        teacher: the token that the teacher finds most likely in place of each token; None without a teacher.
         teacher_images: images that the teacher sees.
         turns: turns of a run with tools; the policy wrote no token outside of them.
     """
@@ -387,6 +388,12 @@ def read_run(path: str | Path) -> Run:
         found = "has no records" if path.exists() else "does not exist"
         raise DataError(f"{path} {found}: give the output_dir of a run with rollout_log_steps above 0.")
     return Run(folder)
+
+
+def find_identity(model: Path) -> Path | None:
+    """Return `IDENTITY_FILE` of the run that a model folder is from: its `output_dir`, or a folder in it."""
+    files = [folder / IDENTITY_FILE for folder in (model, model.absolute().parent) if model.is_dir()]
+    return next(filter(Path.is_file, files), None)
 
 
 def records_folder(path: Path) -> Path:

@@ -88,7 +88,7 @@ def tool_reward(completions: Sequence[Any], num_returned_images: Sequence[int], 
 
     Args:
         completions: N completions as TRL passes them.
-        num_returned_images: of each, the images that tools have returned.
+        num_returned_images: number of images that tools have returned for each completion.
         kwargs: other columns, as in `accuracy_reward`.
 
     Returns:
@@ -106,7 +106,7 @@ def tool_cost(num_tool_calls: Sequence[int], **kwargs: Any) -> list[float]:
     """Return −1 for each call of a tool; its weight is the price of a call.
 
     Args:
-        num_tool_calls: of each of N completions, the calls that were answered.
+        num_tool_calls: number of answered calls of each of N completions.
         kwargs: other columns and further arguments of TRL; not used.
     """
     return [-float(count) for count in num_tool_calls]
@@ -135,7 +135,7 @@ def _has_faults(text: str) -> bool:
     return not pairs or len(text.rpartition("<answer>")[2].partition("</answer>")[0].strip()) >= 1000
 
 
-_HANGUL_FILLERS = "\u115f\u1160\u3164\uffa0"  # letters in Unicode, but invisible
+_WITHOUT_FILLERS = str.maketrans("", "", "\u115f\u1160\u3164\uffa0")  # of Hangul: letters in Unicode, but invisible
 _TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _TAG = re.compile(r"</?\w+>")
 _WELL_FORMED = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
@@ -180,11 +180,8 @@ def _matches(completion: Any, form: re.Pattern[str]) -> bool:
     if any(text.count(tag) != 1 for tag in _TAG.findall(form.pattern)):
         return False
     match = form.fullmatch(text)
-    return match is not None and all(map(_has_content, match.groups()))
-
-
-def _has_content(text: str) -> bool:
-    return any(character.isalnum() and character not in _HANGUL_FILLERS for character in text)
+    parts = () if match is None else match.groups()
+    return bool(parts) and all(any(map(str.isalnum, part.translate(_WITHOUT_FILLERS))) for part in parts)
 
 
 @registries.rewards.register("tag_count", "tag_count_reward")

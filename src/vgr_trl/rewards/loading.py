@@ -222,8 +222,8 @@ def load_rewards(
     """Load the reward functions that `specs` name, in order.
 
     Args:
-        specs: of each reward a name (`accuracy`, `format`, `length`, or one that an installed package registers as
-            entry point of the group `vgr_trl.rewards`), a dotted path `my_package.rewards.my_reward`, or a file
+        specs: the rewards, each a name (`accuracy`, `format`, `length`, or an entry point of an installed package in
+            the group `vgr_trl.rewards`), a dotted path `my_package.rewards.my_reward`, or a file
             `my_rewards.py:my_reward`, relative to the working directory or absolute. A function is returned unchanged
             unless `options` are given. An EasyR1 function gives the score `overall`; append `[accuracy]` for another
             score.
@@ -313,6 +313,10 @@ def reward_name(reward: Any) -> str:
     if name is None and (path := getattr(getattr(reward, "config", None), "_name_or_path", None)):
         return str(path).split("/")[-1]
     return name or type(reward).__name__
+
+
+# Metric: the mean reward under `reward_weights`, logged while `early_reward_weights` hold too.
+LATE_REWARD = "reward_late_weights"
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,7 @@ def crop_to_box(
 
     Args:
         images: images of the row.
-        row: of the data, with a column of boxes.
+        row: row of the data, with a column of boxes.
         crop_margin: added on each side, as a share of the longer side of the rectangle; the crop ends at the image.
         crop_pixels: area to which a larger crop is shrunk; None: not.
     """
@@ -314,10 +314,10 @@ def show_view(
 
     Args:
         images: images of the row's prompt.
-        row: of the data.
+        row: row of the data.
         spec: a view of this library, or of a plug-in.
         parameters: options of the view.
-        seed: of random numbers, which the view may take.
+        seed: seed of random numbers, which the view may take.
 
     Raises:
         ConfigError: there is no such view.

@@ -54,7 +54,7 @@ class Pass:
             sets: (N, P or S, C) bool, of the batch.
             queries: number of rows and queries of the call.
             num_keys: K.
-            device: of the call.
+            device: device of the call.
 
         Raises:
             ConfigError: a layer gets other rows or queries than the decoder, or more keys than there are positions.
@@ -94,7 +94,7 @@ class PassPlan:
 
     Attributes:
         positions: wanted positions, increasing.
-        picks: for each entry of `rows`, its place among the positions.
+        picks: places of the entries of `rows` among the positions.
         current: the running pass; None: no pass has begun.
     """
 

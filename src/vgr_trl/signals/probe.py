@@ -94,7 +94,7 @@ class AttentionProbe(_Probe):
 
     Args:
         model: transformers model, also wrapped, with sdpa, flash or eager attention.
-        masks: of the prompts (N, P), or of whole sequences (N, S).
+        masks: masks of the prompts (N, P), or of whole sequences (N, S).
         rows: query positions to measure, a slice or a sequence of integers. None: with masks (N, P) the positions that
             emit completions, P - 1 to S - 2; with masks (N, S) all S.
         keep_rows: rows of the batch whose attention over vision tokens is kept: `kept[row]` is (L, T, V) float32, the

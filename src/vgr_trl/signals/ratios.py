@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.metrics.step_metrics import k3
 from vgr_trl.pixels import on_device
 
 _ID_NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
@@ -282,7 +283,7 @@ def visual_dependency(logps: Tensor, perturbed_logps: Tensor) -> Tensor:
         arguments, except where the value is clamped.
     """
     difference = (perturbed_logps.float() - logps.float()).clamp(-20, 20)  # (N, T)
-    return (torch.expm1(difference) - difference).clamp(0, 10)
+    return k3(difference).clamp(0, 10)
 
 
 def entropies_of(logps: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Score completions with any transformers model, without a trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -96,8 +96,7 @@ class RolloutScorer:
             similarity: measure the similarity of hidden states to the image.
             regions: (N, P) bool, vision tokens whose attention is measured apart; None: none.
             num_images: (N,) images of each row, where rows pass in chunks. None: counted from its image tokens.
-            num_tiles: (N,) entries of `pixel_values` of each row, where images are cut into tiles and `num_images` is
-                given.
+            num_tiles: (N,) entries of `pixel_values` of each row, where images are cut into tiles beside `num_images`.
             image_inputs: other outputs of the processor for the N rows; token types are (N, P), or (N, P + T), which
                 are used unchanged: for PaliGemma they are 1 in completions (TRL pads with 0, under which a completion
                 sees its own future; `DAPOTrainer` corrects that).
@@ -112,23 +111,14 @@ class RolloutScorer:
         """
         _check_masks(prompt_mask, completion_mask)
         count, length = completion_ids.shape
-        device = self.causal.get_input_embeddings().weight.device
-        given = {name: value.to(device) for name, value in image_inputs.items() if value is not None}
-        ids = torch.cat([prompt_ids, completion_ids], dim=1).to(device)  # (N, P + T)
-        batch: dict[str, Any] = {
-            **{name: value for name, value in given.items() if name not in TOKEN_TYPES},
-            **extend_token_types(given, self.causal.config, prompt_ids.size(1) + length),
-            "input_ids": ids,
-            "attention_mask": torch.cat([prompt_mask, completion_mask], dim=1).to(device),
-            "logits_to_keep": length,
-            "num_images": num_images,
-            "num_tiles": num_tiles,
-        }
+        ids = torch.cat([prompt_ids, completion_ids], dim=1)  # (N, P + T)
+        batch = self._build_batch(ids, torch.cat([prompt_mask, completion_mask], dim=1), length, image_inputs)
+        batch |= {"num_images": num_images, "num_tiles": num_tiles}
         group = 1 if self.share_prompts == "off" else num_generations
         step = round_up_to_groups(self.batch_size or count, group)
-        if step < count and num_images is None and "pixel_values" in given:
-            is_image = is_image_token(ids, self.causal.config) & batch["attention_mask"].bool()  # (N, P + T)
-            batch |= counts_by_tokens(image_inputs_of(given), is_image)
+        if step < count and num_images is None and "pixel_values" in batch:
+            is_image = is_image_token(batch["input_ids"], self.causal.config) & batch["attention_mask"].bool()
+            batch |= counts_by_tokens(image_inputs_of(batch), is_image)
         want = Want(entropies=True, attention=self._attention_plan(attention, similarity, regions))
         shared = nullcontext(SharingReport()) if self.share_prompts == "off" else share_prompts(self.model, length)
         with torch.no_grad(), evaluating(self.model), shared as report:
@@ -138,6 +128,14 @@ class RolloutScorer:
             raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
         entropies: Any = scores.entropies
         return RolloutSignals(scores.logps, entropies, scores.mask, scores.attention, similarity=scores.similarity)
+
+    def _build_batch(self, ids: Tensor, mask: Tensor, length: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `score` reads of N rows on the model's device; ids and mask are (N, P + T), `length` is T."""
+        device = self.causal.get_input_embeddings().weight.device
+        given = {name: value.to(device) for name, value in inputs.items() if value is not None}
+        batch: dict[str, Any] = {name: value for name, value in given.items() if name not in TOKEN_TYPES}
+        batch |= extend_token_types(given, self.causal.config, ids.size(1))
+        return batch | {"input_ids": ids.to(device), "attention_mask": mask.to(device), "logits_to_keep": length}
 
     def _attention_plan(self, attention: bool, similarity: bool, regions: Tensor | None) -> AttentionPlan | None:
         if not (attention or similarity):

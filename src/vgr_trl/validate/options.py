@@ -179,7 +179,7 @@ def refuse_unfit_model(model: Any, processor: Any) -> None:
     """Raise `ConfigError` if no weight is trained, virtual tokens are lost, or token types and tokens have two sides.
 
     Args:
-        processor: of the model, or its tokenizer.
+        processor: processor of the model, or its tokenizer.
     """
     # TRL copies a loaded adapter as its reference, and the copy is trainable.
     if not any(weight.requires_grad and ".ref." not in name for name, weight in model.named_parameters()):

@@ -27,7 +27,7 @@ from vgr_trl.config import (
 )
 from vgr_trl.config_converters import EASYR1_KEYS
 from vgr_trl.credit import active_rules, given_weights, shape_advantages, token_weights
-from vgr_trl.errors import ConfigError, RewardError
+from vgr_trl.errors import ConfigError
 from vgr_trl.loss.terms import TermInputs
 from vgr_trl.metrics.step_metrics import Totals, add_weights
 from vgr_trl.options import FACTS, check_options, option, unused_options
@@ -153,7 +153,7 @@ class SignalContext:
     """Signals for estimators and losses, in addition to the arguments of verl and EasyR1.
 
     Attributes:
-        options: of the run.
+        options: options of the run.
         columns: name -> (N, T), of `COLUMNS`, `entropies` and `old_log_probs`, as available.
         token_weights: (N, T), if they came with the rollout.
         perturbed_logps: (N, T) with gradients, on perturbed images; None if no loss term needs them.
@@ -406,16 +406,17 @@ def compute_score(
     followed by an answer. Length is the soft overlong punishment.
 
     Args:
-        data_source: of the row; not used.
+        data_source: source of the row; not used.
         solution_str: the completion.
         ground_truth: a `solution` of `accuracy_reward`.
-        extra_info: of the row; `choices` and `response_length` are used.
+        extra_info: further columns of the row; `choices` and `response_length` are used.
         accuracy_weight, format_weight, length_weight: weights of the rewards.
-        max_completion_len, soft_punish_cache: of the length reward, in tokens.
+        max_completion_len, soft_punish_cache: sizes of the length reward, in tokens.
         reward_router_address, reward_model_tokenizer: passed by verl's reward managers; not used.
 
     Raises:
-        RewardError: the length reward has a weight, but an argument that it needs is missing.
+        ConfigError: the length reward has a weight, but no sizes.
+        KeyError: it has a weight, but `extra_info` no `response_length`.
     """
     info = extra_info or {}
     choices = info.get("choices")
@@ -423,9 +424,7 @@ def compute_score(
     score = {"accuracy": accuracy, "format": think_format_reward([solution_str])[0]}
     total = accuracy_weight * score["accuracy"] + format_weight * score["format"]
     if length_weight:
-        if max_completion_len is None or soft_punish_cache is None or "response_length" not in info:
-            raise RewardError("Length needs max_completion_len, soft_punish_cache, and response_length in extra_info.")
-        punishment = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
+        punishment: Any = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)  # type: ignore[arg-type]
         score["length"] = punishment([range(int(info["response_length"]))])[0]
         total += length_weight * score["length"]
     return {"score": total, **score}

@@ -47,7 +47,7 @@ def build_token_vgr_weights_for_batch(
         input_ids: (N, P) prompts, left-padded with the tokenizer's padding token; one row may stand for several
             consecutive sequences.
         sequences: (N, P + T), `sequences` of the output of generate.
-        processor: of the model; defines image tokens and special tokens.
+        processor: processor of the model; defines image tokens and special tokens.
         image_grid_thw: (images, 3), patches in time, height and width, to check the number of image tokens; None: no
             check.
         options: as `token_vgr_weights` takes them.
@@ -117,7 +117,7 @@ def token_vgr_weights(
     """Return token weights of N completions from the measurement of a probe, without attention matrices.
 
     Args:
-        mass: of `AttentionProbe`, `RolloutScorer` or `GenerationProbe`; its `mask` marks valid tokens.
+        mass: measurement of `AttentionProbe`, `RolloutScorer` or `GenerationProbe`; its `mask` marks valid tokens.
         last_k_layers: number of last layers to use; None: the late third.
         options: `clip`, `smooth_sigma` and `topk_ratio`, as `vgr_trl.credit.token_weights` takes them.
 
@@ -205,8 +205,7 @@ def perturb_row(inputs: Mapping[str, Any], options: SignalOptions, step: int, bl
     completions of one prompt get the same squares on every process.
 
     Args:
-        inputs: of one row; `pixel_values` is (patches, C x time x p x p), one patch per row and channels first, or
-            (..., C, H, W).
+        inputs: inputs of one row; `pixel_values` is (patches, C x time x p x p), channels first, or (..., C, H, W).
         step: optimizer step.
         black: normalised value of black per channel.
     """
@@ -245,9 +244,9 @@ def build_actor_context(options: SignalOptions, step: int, processor: Any) -> Co
     """Return the context that the actor gets with a batch: options, and constants of the processor.
 
     Args:
-        options: of the run.
+        options: options of the run.
         step: optimizer step.
-        processor: of the model, or its tokenizer.
+        processor: processor of the model, or its tokenizer.
     """
     return {
         "options": changed_options(options),

@@ -1,1 +1,0 @@
-"""Records of rollouts, the report, tables and logs made of them."""
