@@ -55,7 +55,7 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
     Args:
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
         completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. The
-            outputs then score completions only: hidden states of prompts and padding are 0.
+            outputs then score completions only: hidden states of padding and of the last column are 0.
             None: the longest common beginnings of the rows are shared, and all outputs are computed; those of padding
             may differ from a plain pass.
         modes: arguments of `SharedForward` for a run with several processes.

@@ -225,18 +225,6 @@ class Row:
         """Return the place in the row that emits each of the first T tokens of the B rows, (B, T); -1: none does."""
         return self.table[:, self.start : self.start + length]
 
-    def spread(self, hidden: Tensor, *, whole: bool) -> Tensor:
-        """Return the hidden states of the row, (L, D), as those of the batch, (B, S, D), 0 where none ran.
-
-        Args:
-            hidden: outputs of the pass.
-            whole: whether the columns of prompts are wanted, too.
-        """
-        index = self.table.clone()
-        if not whole:
-            index[:, : self.start] = -1
-        return pad(hidden, (0, 0, 0, 1))[index]  # the last one is 0
-
     def alone(self, number: int) -> tuple["Row", Tensor]:
         """Return the layout of one completion and its prompt, and the places of their tokens in this row."""
         group = self.groups[number]

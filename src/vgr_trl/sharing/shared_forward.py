@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate.state import GradientState
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from vgr_trl.errors import DataError
 from vgr_trl.pixels import IMAGE_INPUTS
@@ -139,10 +140,11 @@ class SharedForward:
         return find_split(inputs, self.base.config, None if width is None else (stop - width, stop))
 
     def _run(self, inputs: dict[str, Any], whole: bool, split: PrefixSplit) -> Any:
-        """Run a split batch; return the base model's outputs (N, S, D), 0 for prompts and padding unless `whole`."""
+        """Run a split batch; return the base model's outputs (N, S, D), 0 for padding, and 0 at the end unless `whole`."""
         row, call = lay_out(self.base, inputs, split, whole=whole)
         outputs = run_row(self.plain, row, call, count_layers(self.base))
-        return type(outputs)(last_hidden_state=row.spread(outputs.last_hidden_state[0], whole=whole))
+        # Columns that did not run read the last entry, which is 0.
+        return type(outputs)(last_hidden_state=pad(outputs.last_hidden_state[0], (0, 0, 0, 1))[row.table])
 
     def share(
         self,
