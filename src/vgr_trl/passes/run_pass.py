@@ -148,12 +148,11 @@ class ForwardPasses:
             text = find_text(inputs, base.config) if is_empty else None
             inputs = inputs if text is None else text
             lengths = [1] if text is not None else skipping.lengths(inputs, tokens, base.config)
-        stop = inputs["input_ids"].size(1) - 1
         names = inputs.keys() - {"logits_to_keep", "num_images", "num_tiles"}
         given = drop_empty_images({name: inputs[name] for name in names})
         try:
             check_inputs(given, base.config)
-            split = find_split(given, base.config, (stop - inputs["logits_to_keep"], stop), alone=True)
+            split = find_split(given, base.config, inputs["input_ids"].size(1) - 1 - inputs["logits_to_keep"])
             return lay_out(base, given, split, lengths)
         except UnsupportedModel:
             if self.policy.training:

@@ -88,8 +88,8 @@ def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | Non
 def _try_sharing(base: Any, run: Run, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Compare the completions of one row of prompts and completions with those of whole rows."""
     prepare_rows(base)
-    start, stop = _PADDING + _PROMPT, rows["input_ids"].size(1)
-    row, call = lay_out(base, rows, PrefixSplit(start, stop, groups=[0, 1], pixels={}), [_COMPLETION] * 2)
+    start = _PADDING + _PROMPT
+    row, call = lay_out(base, rows, PrefixSplit(start, groups=[0, 1], pixels={}), [_COMPLETION] * 2)
     hidden = run(**call)[..., 0, row.reads(_COMPLETION), :]
     if not row.read_by:
         raise TypeError("its attention gets no further arguments")

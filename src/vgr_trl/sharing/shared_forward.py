@@ -136,11 +136,11 @@ class SharedForward:
         check_inputs(inputs, self.base.config)
         unset = width is None and inputs.get("use_cache") is None and not self.base.training  # may decode next
         require(not (unset and self.base.config.get_text_config(decoder=True).use_cache), "use_cache is not False")
-        stop = inputs["input_ids"].size(1) - (width is not None)  # the last column emits no token
-        return find_split(inputs, self.base.config, None if width is None else (stop - width, stop))
+        start = None if width is None else inputs["input_ids"].size(1) - 1 - width  # the last column emits no token
+        return find_split(inputs, self.base.config, start)
 
     def _run(self, inputs: dict[str, Any], whole: bool, split: PrefixSplit) -> Any:
-        """Run a split batch; return the base model's outputs (N, S, D), 0 for padding, and 0 at the end unless `whole`."""
+        """Run a split batch; return the base model's outputs (N, S, D), 0 where no token ran."""
         row, call = lay_out(self.base, inputs, split, whole=whole)
         outputs = run_row(self.plain, row, call, count_layers(self.base))
         # Columns that did not run read the last entry, which is 0.
@@ -153,7 +153,7 @@ class SharedForward:
         split: Callable[[], PrefixSplit],
         shared: Callable[[PrefixSplit], Any],
         plain: Callable[[], Any],
-        agree: Callable[[bool], bool] | None = None,
+        agree: Callable[[bool], bool] = bool,
     ) -> Any:
         """Share prompts, or fall back to the plain call if that is not exact.
 
@@ -163,19 +163,18 @@ class SharedForward:
             split: splits the batch, or raises `UnsupportedModel`.
             shared: runs a split batch, or raises `UnsupportedModel`.
             plain: runs the batch without sharing.
-            agree: returns whether an answer is True in all processes, which then share together or not at all; None:
-                each process decides alone.
+            agree: returns whether an answer is True in all processes, which then share together or not at all; by
+                default each process decides alone.
         """
         found, reason = None, self.refused.get(kind, "")
         try:
             found = None if reason else split()
         except UnsupportedModel as error:
             reason = str(error)
-        if agree is not None:
-            if not agree(found is not None):
-                found, reason = None, reason or "another process cannot share this batch"
-            elif found is not None and agree(found.prompts == found.rows):
-                found, reason = None, NOT_TWICE
+        if not agree(found is not None):
+            found, reason = None, reason or "another process cannot share this batch"
+        elif found is not None and agree(found.prompts == found.rows):
+            found, reason = None, NOT_TWICE
         if found is not None:
             try:
                 outputs = shared(found)

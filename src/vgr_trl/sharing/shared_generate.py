@@ -100,7 +100,8 @@ class SharedGeneration:
         plain = partial(self.plain, *args, **kwargs)
         with self.forward.lock, patched_attribute(self.forward, "paused", True):
             split, generate = partial(self._split, inputs), partial(self._generate, inputs)
-            return self.forward.share("generation", inputs["input_ids"], split, generate, plain, self.forward.agree)
+            agree = self.forward.agree or bool
+            return self.forward.share("generation", inputs["input_ids"], split, generate, plain, agree)
 
     def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
         """Split prompts from their last tokens, which run with the completions."""
@@ -127,10 +128,8 @@ class SharedGeneration:
         require(isinstance(ids, Tensor) and ids.ndim == 2, "no prompt before the completions")
         require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")
         check_token_types(inputs, self.model.config)
-        copies = config.num_return_sequences or 1
-        alone = copies > 1 or self.forward.agree is not None  # processes share together
-        split = find_split(inputs, self.model.config, (ids.size(1) - 1, ids.size(1)), alone=alone)
-        return replace(split, copies=copies)
+        split = find_split(inputs, self.model.config, ids.size(1) - 1)
+        return replace(split, copies=config.num_return_sequences or 1)
 
     def _prepare_config(self, inputs: dict[str, Any]) -> Any:
         """Return the `GenerationConfig` of a call."""
