@@ -8,7 +8,7 @@ from copy import copy
 from typing import Any, TypeVar
 
 import torch
-from accelerate.state import AcceleratorState, DistributedType
+from accelerate.state import AcceleratorState, DistributedType, is_initialized
 from accelerate.utils import gather
 from torch import nn
 
@@ -18,7 +18,6 @@ from vgr_trl.sharing.exactness import why_not_share
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
-    distributed_type,
     has_sharded_parameters,
     why_no_pass_shares,
 )
@@ -95,9 +94,9 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
 
 def _modes_of_engine() -> dict[str, Any]:
     """Return arguments of `SharedForward` where parameters are sharded: processes then run equally many passes."""
-    kind = distributed_type()
-    state = AcceleratorState() if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP) else None
-    if state is None or (kind == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage < 3):
+    state = AcceleratorState() if is_initialized() else None
+    zero = state and state.deepspeed_plugin
+    if state is None or not (state.distributed_type == DistributedType.FSDP or (zero and zero.zero_stage == 3)):
         return {}
     return {"agree": lambda answer: bool(gather(torch.tensor([answer], device=state.device)).all())}
 

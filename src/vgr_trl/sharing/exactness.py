@@ -20,7 +20,6 @@ from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
     check_model,
-    has_rope_deltas,
     layer_types,
     why_no_pass_shares,
 )
@@ -124,7 +123,7 @@ def _first_layers(base: Any) -> Iterator[Run]:
             keep(base, (), base.forward(**{**inputs, "use_cache": False, "return_dict": True}))
         return states.pop()
 
-    changes: list[tuple[Any, str, Any]] = [(base, "rope_deltas", None)] if has_rope_deltas(base) else []
+    changes: list[tuple[Any, str, Any]] = [(base, "rope_deltas", None)] if hasattr(base, "rope_deltas") else []
     if config._attn_implementation not in ("eager", "sdpa"):  # other kernels want a GPU, or 16 bits
         changes += [(part, "_attn_implementation_internal", "eager") for part in (base.config, config)]
     for module in base.modules():

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vgr_trl.pixels import on_device
-from vgr_trl.sharing.model_support import has_rope_deltas
 from vgr_trl.sharing.prefix_split import PrefixSplit, first_rows, is_constant, sort_by_group, take_pixels
 from vgr_trl.sharing.report import require
 
@@ -354,7 +353,7 @@ def _positions(base: Any, inputs: Mapping[str, Any], split: PrefixSplit, firsts:
         return given.expand(*given.shape[:-2], *row.shape).flatten(-2)[..., row.tokens].unsqueeze(-2)
     columns = row.tokens % row.shape[1]  # as models count that are not told
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
-    if not has_rope_deltas(base) or any(inputs.get(name) is None for name in names[:3]):
+    if not hasattr(base, "rope_deltas") or any(inputs.get(name) is None for name in names[:3]):
         return columns.unsqueeze(0)
     if split.behind:
         every, _ = base.get_rope_index(**{name: inputs.get(name) for name in names})  # (3, B, S)

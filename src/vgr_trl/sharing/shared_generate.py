@@ -19,8 +19,6 @@ from vgr_trl.sharing.model_support import (
     cache_of,
     check_model,
     check_token_types,
-    checkpointed_modules,
-    has_rope_deltas,
 )
 from vgr_trl.sharing.prefix_split import PER_TOKEN, PrefixSplit, find_split
 from vgr_trl.sharing.report import UnsupportedModel, require
@@ -108,7 +106,9 @@ class SharedGeneration:
         require(getattr(self.plain, "__func__", None) is GenerationMixin.generate, "a generate method of its own")
         check_model(self.forward.base)
         require(cache_name(self.forward.base) is not None, "a model without a cache of keys and values")
-        require(not checkpointed_modules(self.model), "generate with gradient checkpointing on")
+        training = (module for module in self.model.modules() if module.training)
+        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in training)
+        require(not checkpoints, "generate with gradient checkpointing on")
         starts_anew = cache_of(inputs) is None and inputs.get("inputs_embeds") is None
         require(starts_anew, "generate from a cache or from embeddings")
         for name, value in inputs.items():
@@ -192,6 +192,6 @@ class SharedGeneration:
         index = on_device(split.groups, inputs["input_ids"].device).repeat_interleave(split.copies)  # (N * copies,)
         grow_in_place(cache, index)
         base = self.forward.base
-        if has_rope_deltas(base) and base.rope_deltas is not None:
+        if getattr(base, "rope_deltas", None) is not None:  # of Qwen-VL
             base.rope_deltas = base.rope_deltas.index_select(0, index.to(base.rope_deltas.device))  # (N, 1)
         return cache
