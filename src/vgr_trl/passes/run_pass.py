@@ -20,7 +20,6 @@ from vgr_trl.sharing.prefix_split import check_inputs, find_split, round_up_to_g
 from vgr_trl.sharing.report import SharingReport, UnsupportedModel
 from vgr_trl.sharing.row import Row, lay_out
 from vgr_trl.sharing.shared_forward import (
-    count_layers,
     drop_empty_images,
     has_images,
     ignore_empty_images,
@@ -119,7 +118,7 @@ class ForwardPasses:
         # Labels of the next token: TRL's head projects these positions only, and keeps no logits.
         labels = {"labels": None, "shift_labels": tokens, "fused_lm_head": True}
         with replace_hidden_states(base, select_emitting), self.accelerator.autocast():
-            outputs = run_row(model, row, call | labels, count_layers(base))
+            outputs = run_row(model, base, row, call | labels)
         if self.policy.training:
             self._report.add(len(row.rows), len(row.prompts))
         logps: Any

@@ -38,26 +38,21 @@ def prepare_rows(base: Any) -> None:
     split_state_mixers(base)
 
 
-def run_row(plain: Callable[..., Any], row: Row, call: Mapping[str, Any], layers: int) -> Any:
+def run_row(plain: Callable[..., Any], base: Any, row: Row, call: Mapping[str, Any]) -> Any:
     """Run a model over a row; return its outputs.
 
     Args:
         plain: forward pass of a transformers model, or of its base.
+        base: base model (without head).
         row: layout.
         call: its arguments, as `lay_out` returns them.
-        layers: number of layers of the language model.
 
     Raises:
         UnsupportedModel: a layer has not read the layout, so that its tokens saw each other.
     """
-    outputs = plain(**call)
+    outputs, layers = plain(**call), base.config.get_text_config(decoder=True).num_hidden_layers
     require(len(row.read_by) == layers, "a model that does not hand the layout of a row on to all of its layers")
     return outputs
-
-
-def count_layers(base: Any) -> int:
-    """Return the number of layers of a base model's language model."""
-    return int(base.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 WHOLE_GROUPS = (
@@ -142,7 +137,7 @@ class SharedForward:
     def _run(self, inputs: dict[str, Any], whole: bool, split: PrefixSplit) -> Any:
         """Run a split batch; return the base model's outputs (N, S, D), 0 where no token ran."""
         row, call = lay_out(self.base, inputs, split, whole=whole)
-        outputs = run_row(self.plain, row, call, count_layers(self.base))
+        outputs = run_row(self.plain, self.base, row, call)
         # Columns that did not run read the last entry, which is 0.
         return type(outputs)(last_hidden_state=pad(outputs.last_hidden_state[0], (0, 0, 0, 1))[row.table])
 
