@@ -1,5 +1,6 @@
 """Train a critic beside the policy: values of tokens, and advantages by generalised advantage estimation."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from vgr_trl.advantages import gae, token_rewards, value_loss, whiten
 from vgr_trl.config import LEARNING_RATES
 from vgr_trl.errors import ConfigError
-from vgr_trl.loss import TermInputs, average_as_loss
+from vgr_trl.loss.terms import average_as_loss
 from vgr_trl.metrics.step_metrics import Totals
 from vgr_trl.passes.run_pass import run_pass, score
 from vgr_trl.rollout import Rollout
@@ -155,23 +156,26 @@ class Critic:
             "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else float("nan"),
         }
 
-    def learn(self, passed: TermInputs, weight: float, steps: int) -> dict[str, float]:
+    def learn(self, inputs: Mapping[str, Any], scored: Tensor | None, weight: float, steps: int) -> dict[str, float]:
         """Back-propagate the value loss of a micro-batch, step at the end of an optimizer step, and return metrics.
 
         Args:
-            passed: whose values are read, unless the critic is a model of its own.
+            inputs: the micro-batch of TRL.
+            scored: (N, T), values of the training pass; None: the critic is a model of its own.
             weight: weight of the part's mean loss in the mean of its micro-batch.
             steps: micro-batches of the current optimizer step.
         """
-        inputs, run, args = passed.batch, self.run, self.run.args
-        mask, values = passed.mask & ~inputs["returns"].isnan(), passed.scores.values
+        run, args = self.run, self.run.args
+        values: Any = scored
+        mask = valid_tokens(inputs).bool() & ~inputs["returns"].isnan()
         if values is None:
             self.module.train()
             batch = scoring_inputs(inputs)
             scores = run_pass(run, self.module, batch, Want(), purpose=Purpose.CRITIC, gradients=True)
             values = scores.values
         per_token = value_loss(values, inputs["values"], inputs["returns"], mask, args.cliprange_value)  # (N, T)
-        (average_as_loss(per_token, mask, inputs, args, steps, run.accelerator.num_processes) * weight).backward()
+        items, processes = inputs.get("num_items_in_batch"), run.accelerator.num_processes
+        (average_as_loss(per_token, mask, items, args, steps, processes) * weight).backward()
         self.totals.add_mean("critic/value_loss", per_token.detach(), mask)
         moved = (values.detach() - inputs["values"]).abs() > args.cliprange_value
         self.totals.add_mean("critic/clipped", moved.float(), mask)

@@ -14,16 +14,15 @@ from PIL import Image
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import read_image
 from vgr_trl.data.prompts import format_question, special_tokens, texts_of
-from vgr_trl.engine_check import generate_with_logps
 from vgr_trl.errors import DataError, error_text
 from vgr_trl.passes.run_pass import around_generation
 from vgr_trl.patches.transformers import without_input_gradients
 from vgr_trl.patches.trl import readable_calls
-from vgr_trl.pixel_check import refuse_dropped_images
 from vgr_trl.pixels import image_tensors
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rewards.answers import decode_with_tags
 from vgr_trl.rollout import Rollout, describe_row
+from vgr_trl.rollout_checks import generate_with_logps, refuse_dropped_images
 from vgr_trl.rows import Prompts, Turns
 from vgr_trl.run import Run
 from vgr_trl.sharing.model_support import causal_model

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -17,12 +17,11 @@ from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import evaluation_prefix, guard_trackers, print_lines
 from vgr_trl.checkpoints import MovingReference, ResumableTrainer
 from vgr_trl.config import why_no_engine
-from vgr_trl.credit import REWARD_FILE_WEIGHTS, shape_advantages, stack_weights
+from vgr_trl.credit import REWARD_FILE_WEIGHTS, per_token, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.data.prompts import PromptLengths
-from vgr_trl.engine_check import EngineCheck
 from vgr_trl.errors import ConfigError, RewardError, check_release
 from vgr_trl.generation import (
     TURN_COLUMNS,
@@ -33,7 +32,16 @@ from vgr_trl.generation import (
     generate,
     guarded,
 )
-from vgr_trl.loss import FullKL, KLControl, LossPass, TermInputs, auxiliary_loss
+from vgr_trl.loss.kl import FullKL, KLControl
+from vgr_trl.loss.terms import LossPass, TermInputs, auxiliary_loss, average_as_loss
+from vgr_trl.measure import (
+    completion_inputs,
+    make_signals,
+    measure_sample,
+    pad_signals,
+    signals_as_columns,
+    wanted_scores,
+)
 from vgr_trl.metrics.collapse import CollapseWatch
 from vgr_trl.metrics.step_metrics import StageClock, StepMetrics
 from vgr_trl.passes.adapters import adapter_dtype, cast_adapters
@@ -67,7 +75,6 @@ from vgr_trl.patches.vllm import (
     plan_unexpanded_prompts,
 )
 from vgr_trl.patching import keep_random_state, patched_attribute, patched_attributes
-from vgr_trl.pixel_check import check_pixel_use
 from vgr_trl.prepare import change_data, check_rewards, drop_long, prepare_trainer, refuse_few_rows
 from vgr_trl.processes import initialise_loader
 from vgr_trl.registries import loss_terms
@@ -83,9 +90,9 @@ from vgr_trl.rollout import (
     refuse_files_in_prompts,
     weighted_sums,
 )
+from vgr_trl.rollout_checks import EngineCheck, check_pixel_use
 from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
-from vgr_trl.run import Measurement, Run
-from vgr_trl.run_facts import RunFacts, has_own_loss, iterate_datasets, read_facts
+from vgr_trl.run import Measurement, Run, RunFacts, has_own_loss, iterate_datasets, read_facts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import FurtherPrompts, GroupSelector, ZeroVarianceStreak
 from vgr_trl.sharing.model_support import base_of, causal_model
@@ -97,14 +104,6 @@ from vgr_trl.validate.features import announce, plan_dummy_image, plan_features,
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
 from vgr_trl.views.perturbed_pass import record_noise, score_perturbed, score_perturbed_part
 from vgr_trl.vision import images_processed_once, join_windows
-from vgr_trl.wants import (
-    completion_inputs,
-    make_signals,
-    measure_sample,
-    pad_signals,
-    signals_as_columns,
-    wanted_scores,
-)
 
 logger = logging.get_logger(__name__)
 
@@ -610,13 +609,27 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             tokens=Skipping(self.run.features).loss_mask(batch),
         )
         scores = run_pass(self.run, model, inputs, want, purpose=Purpose.TRAINING, gradients=torch.is_grad_enabled())
-        logps, old, mask = scores.logps, batch.get(OLD_LOGPS), valid_tokens(batch).bool()
+        logps, old = scores.logps, batch.get(OLD_LOGPS)
         if old is not None:  # constants for tokens without loss, at a ratio of 1
             logps = torch.where(scores.mask, logps, old.to(logps))
-        of_loss.passed = TermInputs(
-            logps, mask, batch, hidden=scores.hidden, model=model, temperature=self.temperature, scores=scores
-        )
+        of_loss.scores, of_loss.passed = scores, self._term_inputs(model, batch, scores, logps)
         return logps, scores.entropies, scores.router_loss
+
+    def _term_inputs(self, model: nn.Module, batch: Mapping[str, Any], scores: Scores, logps: Tensor) -> TermInputs:
+        """Return what loss terms read of a micro-batch of TRL and its training pass."""
+        top = [batch[name].transpose(1, 2) for name in ("teacher_top_ids", "teacher_top_logps") if name in batch]
+        return TermInputs(
+            logps,
+            valid_tokens(batch).bool(),
+            per_token(batch["advantages"]).expand_as(logps),
+            old_logps=batch.get(OLD_LOGPS),
+            reference_logps=batch.get("ref_per_token_logps"),
+            hidden=scores.hidden,
+            teacher_logps=batch.get("teacher_logps"),
+            teacher_top=(top[0], top[1]) if top else None,
+            model=model,
+            temperature=self.temperature,
+        )
 
     def _score_for_rollout(
         self, rollout: Rollout, model: nn.Module, inputs: dict[str, Any], entropies: bool
@@ -655,31 +668,37 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         of_loss = LossPass(inputs)
         with patched_attribute(self, "_loss_pass", of_loss):
             loss = super()._compute_loss(model, inputs)
-        passed = of_loss.passed
-        if passed is None:  # a subclass has made the pass itself
+        passed, scores = of_loss.passed, of_loss.scores
+        if passed is None or scores is None:  # a subclass has made the pass itself
             return loss * weight
-        measured = passed.logps, self._metrics["train"], passed.scores.mask, passed.scores.rows_run
+        measured = passed.logps, self._metrics["train"], scores.mask, scores.rows_run
         self._log_metrics(self.step_metrics.measure(inputs, *measured))
         if "sampling_per_token_logps" in inputs and self.batching is not None:
             if self._compares_engine or OLD_LOGPS not in inputs:
-                distances = self.batching.compare(inputs, passed.logps, passed.scores.mask)
+                distances = self.batching.compare(inputs, passed.logps, scores.mask)
                 self._log_metrics(distances)
                 if self._compares_engine and self.engine_check is not None:
                     mean = distances["sampling/sampling_logp_difference/mean"]
                     self._log_metrics(self.engine_check.judge(mean, self.state.global_step + 1))
             self._compares_engine = False
-        steps = self.current_gradient_accumulation_steps
+        steps, processes = self.current_gradient_accumulation_steps, self.accelerator.num_processes
         if "perturbed" in self.run.measurement.term_needs:
-            scores = score_perturbed_part(self.run, model, inputs, passed.scores.mask)
-            passed = replace(passed, perturbed_logps=scores.logps)
-            if scores.entropies is not None:
-                passed.log("perturbed_entropy", scores.entropies)
-        terms, metrics = auxiliary_loss(passed, self.loss_terms, self.kl, steps)
-        loss = (loss + terms) * weight
+            perturbed = score_perturbed_part(self.run, model, inputs, scores.mask)
+            passed = replace(passed, perturbed_logps=perturbed.logps)
+            if perturbed.entropies is not None:
+                passed.log("perturbed_entropy", perturbed.entropies)
+        kl = None
+        if self.args.has_kl_loss:
+            kl, metrics = self.kl.term(passed, inputs.get("reference_hidden"))
+            self._log_metrics(metrics)
+        if (terms := auxiliary_loss(passed, self.loss_terms, self.args, kl)) is not None:
+            items = inputs.get("num_items_in_batch")
+            loss = loss + average_as_loss(terms, passed.loss_mask, items, self.args, steps, processes)
+            self._log_metrics(passed.totals.metrics(self.accelerator.gather))
+        loss = loss * weight
         if self.critic is not None:
-            metrics |= self.critic.learn(passed, weight, steps)
+            self._log_metrics(self.critic.learn(inputs, scores.values, weight, steps))
             loss = loss * (self.state.global_step >= self.args.critic_warmup)  # before it the policy stands still
-        self._log_metrics(metrics)
         if self.run.features.reuse_first_pass.enabled:
             inputs.setdefault(OLD_LOGPS, passed.logps.detach())
         return loss

@@ -4,7 +4,8 @@ import pytest
 import torch
 from recorded import CORE, needs_recorded, tensors
 
-from vgr_trl import loss as terms
+from vgr_trl import loss
+from vgr_trl.loss import terms
 
 LN2 = math.log(2)
 
@@ -14,16 +15,16 @@ def test_kl_by_hand():
     logps, ref = torch.tensor([[-LN2, -2 * LN2]]), torch.tensor([[-2 * LN2, -LN2]])
     expected = {"kl": [LN2, -LN2], "abs": [LN2, LN2], "mse": [LN2**2 / 2] * 2, "low_var_kl": [LN2 - 0.5, 1 - LN2]}
     for kind, values in expected.items():
-        assert terms.kl_penalty(logps, ref, kind)[0].tolist() == pytest.approx(values, abs=1e-6)
+        assert loss.kl_penalty(logps, ref, kind)[0].tolist() == pytest.approx(values, abs=1e-6)
     # Policy (3/4, 1/4), reference (1/2, 1/2): 3/4 ln 3/2 + 1/4 ln 1/2 = 0.1308. Logits may be shifted.
     logits = torch.tensor([[[math.log(3) + 5, 5.0]]])
-    assert terms.kl_penalty(logits, torch.zeros(1, 1, 2), "full").item() == pytest.approx(0.130812, abs=1e-6)
+    assert loss.kl_penalty(logits, torch.zeros(1, 1, 2), "full").item() == pytest.approx(0.130812, abs=1e-6)
 
 
 def test_rounding_noise_has_no_gradient_in_abs():
     """Equal policies differ by rounding, whose sign would depend on how rows are batched."""
     logps = torch.tensor([[-5e-7, 0.0, 5e-7, -2e-6, 0.5]], requires_grad=True)
-    values = terms.kl_penalty(logps, torch.zeros(1, 5), "abs")
+    values = loss.kl_penalty(logps, torch.zeros(1, 5), "abs")
     assert values[0].tolist() == pytest.approx([5e-7, 0, 5e-7, 2e-6, 0.5])
     values.sum().backward()
     assert logps.grad[0].tolist() == [0, 0, 0, -1, 1]
@@ -35,7 +36,7 @@ def test_kl_of_the_published_code(kind):
     for case in CORE:
         names = ("logits", "ref_logits") if kind == "full" else ("logps", "ref_logps")
         mask, expected = torch.tensor(case["mask"]), torch.tensor(case["kl"][kind])
-        found = terms.kl_penalty(*tensors(case, *names), kind)
+        found = loss.kl_penalty(*tensors(case, *names), kind)
         assert ((found - expected) * mask).abs().max() <= 2e-6
         assert (expected * mask).abs().max() > 0.01
 
@@ -43,11 +44,11 @@ def test_kl_of_the_published_code(kind):
 @needs_recorded
 def test_coefficients_of_the_published_code():
     for case in (each["adaptive"] for each in CORE):
-        controller = terms.AdaptiveKLController(case["coefficient"], case["target"], case["horizon"])
+        controller = loss.AdaptiveKLController(case["coefficient"], case["target"], case["horizon"])
         for mean_kl, samples, expected in case["updates"]:
             controller.update(mean_kl, samples)
             assert controller.coefficient == pytest.approx(expected, rel=1e-12)
-        fixed = terms.FixedKLController(0.0)
+        fixed = loss.FixedKLController(0.0)
         fixed.load_state_dict(controller.state_dict())
         fixed.update(100.0, 1)
         assert fixed.coefficient == controller.coefficient
@@ -101,9 +102,9 @@ def test_divergence_from_a_teacher_by_hand():
     ids, teacher = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([1 / 2, 1 / 4, 1 / 4]).double().log()
     expected = {"forward": 0.290788, "reverse": 0.312752, "jensen_shannon": 0.073365}
     for kind, value in expected.items():
-        assert terms.teacher_divergence(logits, ids, teacher, kind).item() == pytest.approx(value, abs=1e-6), kind
+        assert loss.teacher_divergence(logits, ids, teacher, kind).item() == pytest.approx(value, abs=1e-6), kind
     every = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 8]).double().log()  # KL over all: 1/2 ln 2 - 1/4 ln 2
-    found = terms.teacher_divergence(logits, torch.arange(4), every, "forward")
+    found = loss.teacher_divergence(logits, torch.arange(4), every, "forward")
     assert found.item() == pytest.approx(LN2 / 4)
 
 
@@ -115,13 +116,13 @@ def test_a_token_that_both_distributions_forbid_adds_nothing(kind):
         logits = torch.tensor([0.3, -0.2, *forbidden], requires_grad=True)
         teacher = torch.tensor([1.1, 0.4, *forbidden])
         if kind == "full":
-            divergence = terms.kl_penalty(logits.view(1, 1, -1), teacher.view(1, 1, -1), kind)
+            divergence = loss.kl_penalty(logits.view(1, 1, -1), teacher.view(1, 1, -1), kind)
         elif kind == "all others" and forbidden:
             logps = torch.cat([teacher[:2].log_softmax(-1), torch.tensor(forbidden)])
-            divergence = terms.teacher_divergence(logits, torch.arange(2), logps)
+            divergence = loss.teacher_divergence(logits, torch.arange(2), logps)
         else:
             name = "jensen_shannon" if kind == "all others" else kind
-            divergence = terms.teacher_divergence(logits, torch.arange(len(teacher)), teacher.log_softmax(-1), name)
+            divergence = loss.teacher_divergence(logits, torch.arange(len(teacher)), teacher.log_softmax(-1), name)
         divergence.sum().backward()
         found.append([divergence.item(), *logits.grad.tolist()])
     assert found[1] == pytest.approx([*found[0], 0.0], abs=1e-7)
@@ -130,8 +131,8 @@ def test_a_token_that_both_distributions_forbid_adds_nothing(kind):
 def test_gated_distillation_by_hand():
     """Gaps of ln 2 and -ln 2 at beta 1: gates of 2/3 and 1/3, without a gradient."""
     logps, teacher = leaves([-2 * LN2, -LN2], [-LN2, -2 * LN2])
-    loss = terms.gated_distillation(logps, teacher.detach(), beta=1.0)
-    loss.sum().backward()
-    assert loss.tolist()[0] == pytest.approx([2 / 3 * LN2, -1 / 3 * LN2])
+    values = loss.gated_distillation(logps, teacher.detach(), beta=1.0)
+    values.sum().backward()
+    assert values.tolist()[0] == pytest.approx([2 / 3 * LN2, -1 / 3 * LN2])
     assert logps.grad.tolist()[0] == pytest.approx([-2 / 3, -1 / 3])
-    assert terms.gated_distillation(logps, teacher, beta=0.0).tolist()[0] == pytest.approx([LN2 / 2, -LN2 / 2])
+    assert loss.gated_distillation(logps, teacher, beta=0.0).tolist()[0] == pytest.approx([LN2 / 2, -LN2 / 2])

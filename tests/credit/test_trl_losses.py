@@ -11,7 +11,7 @@ from support.trl_loss import loss_of
 from vgr_trl.advantages import estimate_advantages
 from vgr_trl.config import CreditOptions
 from vgr_trl.credit import shape_advantages
-from vgr_trl.loss import entropy_penalty
+from vgr_trl.loss.terms import entropy_penalty
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import visual_dependency
 

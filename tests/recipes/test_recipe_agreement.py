@@ -12,7 +12,8 @@ from support.trl_loss import loss_of
 from vgr_trl.config import CreditOptions
 from vgr_trl.credit import shape_advantages
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.loss import entropy_penalty, gated_distillation, kl_penalty, perception_loss, teacher_divergence
+from vgr_trl.loss import gated_distillation, kl_penalty, teacher_divergence
+from vgr_trl.loss.terms import entropy_penalty, perception_loss
 from vgr_trl.recipes import load_recipe
 from vgr_trl.rewards import get_soft_overlong_punishment, load_reward
 from vgr_trl.signals.named import RolloutSignals

@@ -248,7 +248,7 @@ def test_inputs_that_cannot_be_split():
         inputs = two_rows()
         inputs[name][:, column] = changes[name][0]
         with pytest.raises(UnsupportedModel):
-            find_split(inputs, CONFIG, (3, 5))
+            find_split(inputs, CONFIG, 3)
     for asked in ({"return_dict": False}, {"output_attentions": True}):
         with pytest.raises(UnsupportedModel, match=next(iter(asked))):
             check_inputs({**two_rows(), **asked}, CONFIG)

@@ -15,10 +15,10 @@ from support.models.tiny_questions import made_vision
 from support.trainers import begin, config, letters_reward, logged, prompts, train_file, vision_trainer
 from support.vllm import Engine, engine_in_place_of_vllm
 
-from vgr_trl.engine_check import EngineCheck, engine_distance
 from vgr_trl.errors import EngineError
 from vgr_trl.passes import run_pass
 from vgr_trl.patching import patched_attribute, patched_attributes
+from vgr_trl.rollout_checks import EngineCheck, engine_distance
 from vgr_trl.rows import pad_rows
 from vgr_trl.trainer import DAPOTrainer
 
@@ -263,7 +263,7 @@ def test_every_engine_that_returns_log_probabilities_is_compared(model_folder, q
     static.train()
     engine_in_place_of_vllm(monkeypatch)
     unscored = make(use_vllm=True, vllm_importance_sampling_correction=False, **options)
-    with patch("vgr_trl.engine_check.score", wraps=run_pass.score) as score:
+    with patch("vgr_trl.rollout_checks.score", wraps=run_pass.score) as score:
         unscored.train()
     for trainer in (static, unscored):
         distances = logged(trainer, "engine/distance")

@@ -8,9 +8,9 @@ from peft import LoraConfig, get_peft_model
 from support.trainers import begin, emitted, logged, scored_passes, weights
 
 from vgr_trl.errors import ConfigError
-from vgr_trl.loss import PENALTY, FullKL
+from vgr_trl.loss.kl import PENALTY, FullKL
 from vgr_trl.rows import valid_tokens
-from vgr_trl.run_facts import read_facts
+from vgr_trl.run import read_facts
 from vgr_trl.validate.options import refuse_unfit_options
 
 

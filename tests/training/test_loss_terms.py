@@ -3,7 +3,7 @@ import torch
 from support.trainers import begin, scored_passes
 
 from vgr_trl.errors import DataError
-from vgr_trl.loss import average_as_loss
+from vgr_trl.loss.terms import average_as_loss
 from vgr_trl.rows import valid_tokens
 
 
@@ -27,9 +27,8 @@ def test_terms_are_averaged_as_trl_averages_its_loss(make, loss_type):
         logps = scored[0].detach()
         values = inputs["advantages"] * (logps if loss_type in ("cispo", "vespo") else 1)
         values = values * (trainer.epsilon_high if loss_type == "cispo" else 1)  # which clips the ratio itself
-        expected = -average_as_loss(
-            values, mask, inputs, trainer.args, trainer.current_gradient_accumulation_steps, num_processes=1
-        )
+        items, steps = inputs.get("num_items_in_batch"), trainer.current_gradient_accumulation_steps
+        expected = -average_as_loss(values, mask, items, trainer.args, steps, num_processes=1)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
 
 
@@ -100,12 +99,12 @@ def test_a_term_of_ones_own_gets_hidden_states_and_both_images_and_its_gradient_
         "@dataclass\nclass Options:\n    weight: float = field(default=1.0, metadata={'help': 'A weight.'})\n"
         "@declares(needs=('perturbed', 'hidden'), options=Options)\n"
         "def squares(passed, options):\n"
-        "    assert passed.hidden.shape[:2] == passed.mask.shape and passed.hidden.requires_grad\n"
+        "    assert passed.hidden.shape[:2] == passed.loss_mask.shape and passed.hidden.requires_grad\n"
         "    passed.log('apart', passed.logps)\n"
         "    return options.weight * (passed.logps - passed.perturbed_logps).square()\n"
         "def wrong(passed, options):\n    return passed.logps.sum()\n"
         "def detached(passed, options):\n    return -passed.logps.detach()\n"
-        "def nothing(passed, options):\n    return passed.mask.new_zeros(passed.mask.shape).float()\n"
+        "def nothing(passed, options):\n    return passed.loss_mask.new_zeros(passed.loss_mask.shape).float()\n"
     )
     options = {"loss_terms": [f"{tmp_path}/mine.py:squares"], "plugin_options": {"weight": 0.5}}
     trainer = make(**options)

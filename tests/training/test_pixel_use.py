@@ -6,7 +6,7 @@ from support.vllm import in_place_of_vllm
 
 from vgr_trl.errors import DataError
 from vgr_trl.metrics.collapse import first_signs
-from vgr_trl.pixel_check import PixelUse, compare_logps
+from vgr_trl.rollout_checks import PixelUse, compare_logps
 from vgr_trl.signals.perturbation import perturb_images
 
 
@@ -27,7 +27,7 @@ def cut_pixels(trainer):
 
 def test_one_group_passes_again_once_and_the_change_is_logged(make, passes, caplog):
     trainer = make()
-    with patch("vgr_trl.pixel_check.perturb_images", wraps=perturb_images) as blanked:
+    with patch("vgr_trl.rollout_checks.perturb_images", wraps=perturb_images) as blanked:
         trainer.train()
     assert blanked.call_count == 1  # the image of the prompt, not of each completion
     assert [rows for trains, rows in passes if not trains] == [4, 4]  # the completions, and they behind a blank image

@@ -3,7 +3,7 @@ import torch
 from datasets import load_dataset
 from support.trainers import train_file
 
-from vgr_trl import wants
+from vgr_trl import measure
 from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.data.images import ImageLimits
 from vgr_trl.errors import ConfigError
@@ -25,7 +25,7 @@ def make(vision_trainer):
 def test_half_of_an_image_is_half_of_its_tokens(make, monkeypatch):
     """Every other row names the upper half, the others nothing; all rows of a prompt have the same tokens."""
     run, found = make([[0.0, 0.0, 1.0, 0.5], None], signals=["region_focus"]), []
-    of_rollout = wants.region_mask
+    of_rollout = measure.region_mask
 
     def noted(run, rollout, prompt_ids):
         vision = torch.isin(prompt_ids, torch.tensor(run.measurement.vision_token_ids))
@@ -33,7 +33,7 @@ def test_half_of_an_image_is_half_of_its_tokens(make, monkeypatch):
         found.extend((row["bbox"], own[seen]) for row, own, seen in zip(rollout.rows, region, vision, strict=True))
         return region
 
-    monkeypatch.setattr(wants, "region_mask", noted)
+    monkeypatch.setattr(measure, "region_mask", noted)
     run.train()
     assert len(found) == 8
     for box, tokens in found:

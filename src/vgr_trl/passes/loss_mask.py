@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vgr_trl.rows import valid_tokens
-from vgr_trl.run_facts import Features
+from vgr_trl.run import Features
 from vgr_trl.sharing.prefix_split import is_image_token
 
 

@@ -23,8 +23,7 @@ from vgr_trl.passes.loss_mask import Extent, Skipping, count_positions, pack_row
 from vgr_trl.patching import patched_attribute
 from vgr_trl.pixels import IMAGE_INPUTS, take_entries
 from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens
-from vgr_trl.run import Run
-from vgr_trl.run_facts import Features
+from vgr_trl.run import Features, Run
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.prefix_split import find_groups, first_rows, is_image_token, sort_by_group
 

@@ -21,7 +21,6 @@ from vgr_trl.sharing.prefix_split import check_inputs, find_split, round_up_to_g
 from vgr_trl.sharing.report import UnsupportedModel
 from vgr_trl.sharing.row import Row, lay_out
 from vgr_trl.sharing.shared_forward import (
-    count_layers,
     drop_empty_images,
     has_images,
     ignore_empty_images,
@@ -122,7 +121,7 @@ def _compute(run: Run, model: nn.Module, inputs: dict[str, Any], want: Want) -> 
     # Labels of the next token: TRL's head projects these positions only, and keeps no logits.
     labels = {"labels": None, "shift_labels": tokens, "fused_lm_head": True}
     with replace_hidden_states(base, select_emitting), run.accelerator.autocast():
-        outputs = run_row(model, row, call | labels, count_layers(base))
+        outputs = run_row(model, base, row, call | labels)
     if run.trains:
         run.sharing.add(len(row.rows), len(row.prompts))
     logps: Any
@@ -154,12 +153,11 @@ def _lay_out(
         text = find_text(inputs, base.config) if is_empty else None
         inputs = inputs if text is None else text
         lengths = [1] if text is not None else skipping.lengths(inputs, tokens, base.config)
-    stop = inputs["input_ids"].size(1) - 1
     names = inputs.keys() - {"logits_to_keep", "num_images", "num_tiles"}
     given = drop_empty_images({name: inputs[name] for name in names})
     try:
         check_inputs(given, base.config)
-        split = find_split(given, base.config, (stop - inputs["logits_to_keep"], stop), alone=True)
+        split = find_split(given, base.config, inputs["input_ids"].size(1) - 1 - inputs["logits_to_keep"])
         return lay_out(base, given, split, lengths)
     except UnsupportedModel:
         if run.trains:

@@ -15,7 +15,7 @@ from vgr_trl.atomic_files import append_atomic
 from vgr_trl.config import EfficiencyOptions, EvaluateOptions, ReportOptions
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import printable
-from vgr_trl.loss import PENALTY
+from vgr_trl.loss.kl import PENALTY
 from vgr_trl.options import options_in_effect
 from vgr_trl.reporting.console import VERDICTS, format_number, preview
 from vgr_trl.reporting.records import Record, to_json_value

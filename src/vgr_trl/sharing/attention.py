@@ -75,7 +75,7 @@ def attend_row(
     seen = visibility(module, row, options.get("sliding_window"))
     if "flash" in module.config._attn_implementation:
         return _attend_packed(attend, module, query, key, value, row, options), None
-    if attend is sdpa_by_key_head or attend is sdpa_attention_forward:
+    if attend is sdpa_by_key_head:
         is_plain = not options.get("dropout") and all(
             options.get(name) is None for name in ("softcap", "position_bias")
         )
@@ -217,7 +217,7 @@ def sdpa_by_key_head(
     attend_within: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute transformers' `sdpa`; one new token reads its keys without a copy for every query head.
+    """Compute transformers' `sdpa`; the queries of one new token read the keys of their key head together, uncopied.
 
     Args:
         module: attention layer.
@@ -234,31 +234,12 @@ def sdpa_by_key_head(
     groups = getattr(module, "num_key_value_groups", 1)
     plain = dropout == 0 and not any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
     if query.size(2) == 1 and plain and groups > 1 and attention_mask is not None and attention_mask.size(1) == 1:
-        return attend_one_token(query, key, value, attention_mask, scaling), None
+        # transformers repeats keys and values for every query head, in compiled code or before 5.20.
+        queries = query.reshape(len(query), key.size(1), -1, query.size(-1))  # (B, key heads, H / key heads, D)
+        attend = nn.functional.scaled_dot_product_attention
+        outputs = attend(queries, key, value, attn_mask=attention_mask, scale=scaling)
+        return outputs.reshape(len(query), 1, query.size(1), -1), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-
-
-def attend_one_token(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None
-) -> Tensor:
-    """Compute attention of one new token, where the queries of a key head read its keys together.
-
-    transformers repeats keys and values for every query head, in compiled code or before 5.20.
-
-    Args:
-        query: (B, H, 1, D).
-        key: (B, key heads, K, D).
-        value: (B, key heads, K, D).
-        attention_mask: (B, 1, 1, K).
-        scaling: softmax scale, 1 / sqrt(D) by default.
-
-    Returns:
-        (B, 1, H, D).
-    """
-    rows, heads, _, width = query.shape
-    queries = query.reshape(rows, key.size(1), -1, width)  # (B, key heads, H / key heads, D)
-    attend = nn.functional.scaled_dot_product_attention
-    return attend(queries, key, value, attn_mask=attention_mask, scale=scaling).reshape(rows, 1, heads, width)
 
 
 def keep_keys_unrepeated() -> None:

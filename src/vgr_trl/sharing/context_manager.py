@@ -8,7 +8,7 @@ from copy import copy
 from typing import Any, TypeVar
 
 import torch
-from accelerate.state import AcceleratorState, DistributedType
+from accelerate.state import AcceleratorState, DistributedType, is_initialized
 from accelerate.utils import gather
 from torch import nn
 
@@ -18,7 +18,6 @@ from vgr_trl.sharing.exactness import why_not_share
 from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
-    distributed_type,
     has_sharded_parameters,
     why_no_pass_shares,
 )
@@ -55,7 +54,7 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
     Args:
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
         completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. The
-            outputs then score completions only: hidden states of prompts and padding are 0.
+            outputs then score completions only: hidden states of padding and of the last column are 0.
             None: the longest common beginnings of the rows are shared, and all outputs are computed; those of padding
             may differ from a plain pass.
         modes: arguments of `SharedForward` for a run with several processes.
@@ -95,9 +94,9 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
 
 def _modes_of_engine() -> dict[str, Any]:
     """Return arguments of `SharedForward` where parameters are sharded: processes then run equally many passes."""
-    kind = distributed_type()
-    state = AcceleratorState() if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP) else None
-    if state is None or (kind == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage < 3):
+    state = AcceleratorState() if is_initialized() else None
+    zero = state and state.deepspeed_plugin
+    if state is None or not (state.distributed_type == DistributedType.FSDP or (zero and zero.zero_stage == 3)):
         return {}
     return {"agree": lambda answer: bool(gather(torch.tensor([answer], device=state.device)).all())}
 

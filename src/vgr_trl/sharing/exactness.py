@@ -20,12 +20,11 @@ from vgr_trl.sharing.model_support import (
     base_of,
     causal_model,
     check_model,
-    has_rope_deltas,
     layer_types,
     why_no_pass_shares,
 )
 from vgr_trl.sharing.prefix_split import PrefixSplit
-from vgr_trl.sharing.report import why_unsupported
+from vgr_trl.sharing.report import UnsupportedModel
 from vgr_trl.sharing.row import lay_out
 from vgr_trl.sharing.shared_forward import prepare_rows
 
@@ -50,31 +49,32 @@ def why_not_share(model: nn.Module) -> str | None:
     if (reason := why_no_pass_shares(model)) is not None:
         return reason
     base = base_of(causal_model(model))
-    if (reason := why_unsupported(check_model, base)) is not None:
-        return reason
+    try:
+        check_model(base)
+    except UnsupportedModel as error:
+        return str(error)
     if base not in _sharing:
-        _sharing[base] = _difference(base, "a row of prompts and completions", _try_sharing)
+        _sharing[base] = _difference(base)
     return _sharing[base]
-
-
-Run = Callable[..., Tensor]  # inputs of a base model -> hidden states of its first layers, (2, S, D)
 
 
 class _Enough(Exception):
     """The first layers have run."""
 
 
-def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | None:
-    """Return a sentence on how `cause` changes hidden states beyond rounding; None: it does not.
+def _difference(base: Any) -> str | None:
+    """Return a sentence on how one row of two prompts and completions changes their hidden states; None: it does not.
 
     Args:
         base: base model (without head) of a transformers model.
-        cause: subject of the sentence.
-        attempt: returns hidden states found and expected, (2, S, D) each, given base model, runner and rows.
     """
+    start = _PADDING + _PROMPT
     try:
+        prepare_rows(base)
+        rows = _rows(base)
+        row, call = lay_out(base, rows, PrefixSplit(start, groups=[0, 1], pixels={}), [_COMPLETION] * 2)
         with _first_layers(base) as run:
-            found, expected = attempt(base, run, _rows(base))
+            found, expected = run(**call)[..., 0, row.reads(_COMPLETION), :], run(**rows)[..., start:, :]
     except Exception as error:  # for example a model that trains but reads no text without an image
         return f"its pass over two short rows fails: {error_text(error)}"
     if found.shape != expected.shape:  # for example several streams per token
@@ -82,18 +82,8 @@ def _difference(base: Any, cause: str, attempt: Callable[..., Any]) -> str | Non
     precise = _IN_FLOAT32 if expected.device.type == "cpu" else _ON_ACCELERATOR
     found, expected, limit = found.float(), expected.float(), _ROUNDING.get(expected.dtype, precise)
     difference = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).mean())
-    return None if difference <= limit else f"{cause} changes its hidden states by {difference:.1g} of their size"
-
-
-def _try_sharing(base: Any, run: Run, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Compare the completions of one row of prompts and completions with those of whole rows."""
-    prepare_rows(base)
-    start, stop = _PADDING + _PROMPT, rows["input_ids"].size(1)
-    row, call = lay_out(base, rows, PrefixSplit(start, stop, groups=[0, 1], pixels={}), [_COMPLETION] * 2)
-    hidden = run(**call)[..., 0, row.reads(_COMPLETION), :]
-    if not row.read_by:
-        raise TypeError("its attention gets no further arguments")
-    return hidden, run(**rows)[..., start:, :]
+    changes = f"a row of prompts and completions changes its hidden states by {difference:.1g} of their size"
+    return None if difference <= limit else changes
 
 
 def _rows(base: Any) -> dict[str, Tensor]:
@@ -107,7 +97,7 @@ def _rows(base: Any) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _first_layers(base: Any) -> Iterator[Run]:
+def _first_layers(base: Any) -> Iterator[Callable[..., Tensor]]:
     """Run the first layers of a base model without dropout, gradients and hooks in this block."""
     config = base.config.get_text_config(decoder=True)
     layers = [module for module in base.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -124,7 +114,7 @@ def _first_layers(base: Any) -> Iterator[Run]:
             keep(base, (), base.forward(**{**inputs, "use_cache": False, "return_dict": True}))
         return states.pop()
 
-    changes: list[tuple[Any, str, Any]] = [(base, "rope_deltas", None)] if has_rope_deltas(base) else []
+    changes: list[tuple[Any, str, Any]] = [(base, "rope_deltas", None)] if hasattr(base, "rope_deltas") else []
     if config._attn_implementation not in ("eager", "sdpa"):  # other kernels want a GPU, or 16 bits
         changes += [(part, "_attn_implementation_internal", "eager") for part in (base.config, config)]
     for module in base.modules():

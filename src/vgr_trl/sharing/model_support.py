@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from typing import Any
 
-from accelerate.state import AcceleratorState, DistributedType, is_initialized
 from peft import PeftMixedModel, PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -76,17 +75,6 @@ def is_compiled(model: nn.Module) -> bool:
     return any(attention_modules(each) for each in compiled)
 
 
-def checkpointed_modules(model: nn.Module, *, when_training: bool = False) -> list[nn.Module]:
-    """Return the layers of a model in training mode that are recomputed in the backward pass.
-
-    Args:
-        model: any model.
-        when_training: treat the model as in training mode, whatever its mode is.
-    """
-    parts = (module for module in model.modules() if when_training or module.training)
-    return [module for module in parts if getattr(module, "gradient_checkpointing", False)]
-
-
 def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool:
     """Whether dropout or router noise is active: completions then share the random numbers of their prompt.
 
@@ -102,28 +90,10 @@ def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool
     return False
 
 
-def distributed_type() -> DistributedType | None:
-    """Return how accelerate distributes this run; None: accelerate is not in use."""
-    return AcceleratorState().distributed_type if is_initialized() else None
-
-
-def shards_layers(model: nn.Module) -> bool:
-    """Whether FSDP2 shards the model: it gathers a layer's weights when a gradient reaches the layer's output."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def flattens_layers(model: nn.Module) -> bool:
-    """Whether the first version of FSDP wraps parts of the model."""
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-
-
 def has_sharded_parameters(model: nn.Module) -> bool:
     """Whether this process holds shards of the parameters only, under FSDP or ZeRO-3."""
-    return shards_layers(model) or flattens_layers(model) or is_partitioned(model)
-
-
-def is_partitioned(model: nn.Module) -> bool:
-    """Whether this process holds shards of the parameters only, under ZeRO-3."""
+    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+        return True
     return any(hasattr(value, "ds_numel") and value.numel() != value.ds_numel for value in model.parameters())
 
 
@@ -195,8 +165,7 @@ def check_model(base: Any) -> None:
     unknown = set(layer_types(config)) - _LAYER_TYPES
     unknown = unknown or {type(layer).__name__ for layer in layers if not _is_shareable(layer)}
     require(not unknown, f"layers of type {min(unknown, default='')}")
-    if (reason := why_attention_reads_no_row(base)) is not None:
-        raise UnsupportedModel(reason)
+    check_attention(base)
     shares_keys = any(is_stateless_layer(layer) for layer in layers)
     known = text.model_type in _KEY_SHARING_FAMILIES
     require(not shares_keys or known, "layers that take their keys and values from another")
@@ -205,19 +174,19 @@ def check_model(base: Any) -> None:
     require(layers, "a cache without layers")  # transformers 5.9 makes none for a Gemma 3n whose layers share no keys
 
 
-def why_attention_reads_no_row(base: Any) -> str | None:
-    """Return why the attention function of a base model cannot compute the attention of a row; None: it can."""
+def check_attention(base: Any) -> None:
+    """Raise `UnsupportedModel` if the attention function of a base model cannot compute the attention of a row."""
     attention = str(base.config.get_text_config(decoder=True)._attn_implementation)
     if "flash" not in attention:
-        return None if attention in ("sdpa", "eager") else f"{attention} attention"
+        return require(attention in ("sdpa", "eager"), f"{attention} attention")
     try:
         kernel = lazy_import_flash_attention(attention)[0][1]
     except (ImportError, ValueError, AttributeError) as error:
-        return f"the kernel of {attention} cannot be imported: {error}"
-    if kernel is None or flash_attn_supports_top_left_mask():
-        return f"the kernel of {attention} does not take fewer queries than keys"
+        raise UnsupportedModel(f"the kernel of {attention} cannot be imported: {error}") from error
+    takes_fewer = kernel is not None and not flash_attn_supports_top_left_mask()
+    require(takes_fewer, f"the kernel of {attention} does not take fewer queries than keys")
     kinds = {*layer_types(base.config)} - {"full_attention", "sliding_attention"}
-    return f"{attention} attention and layers of type {min(kinds)}" if kinds else None
+    require(not kinds, f"{attention} attention and layers of type {min(kinds, default='')}")
 
 
 def is_stateless_layer(layer: Any) -> bool:
@@ -237,19 +206,9 @@ def _is_shareable(layer: Any) -> bool:
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) or is_stateless_layer(layer)
 
 
-def rope_parameters(config: Any) -> Mapping[str, Any]:
-    """Return the parameters of a language model's rotary embeddings; empty without rotary embeddings."""
-    return getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-
-
-def has_rope_deltas(base: Any) -> bool:
-    """Whether a base model keeps the offset of positions behind images, as Qwen-VL does."""
-    return hasattr(base, "rope_deltas")
-
-
 def check_rope(config: Any) -> None:
     """Raise `UnsupportedModel` if the rotary embedding of a prompt depends on later tokens."""
-    parameters = rope_parameters(config)
+    parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     for options in [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]:
         kind = options.get("rope_type")
         require(kind not in _ROPE_BY_LENGTH, f"rotary embeddings of type {kind}")

@@ -108,11 +108,10 @@ def is_image_token(input_ids: Tensor, config: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class PrefixSplit:
-    """A batch whose columns [0, start) run once per prompt, and columns [start, stop) once per row.
+    """A batch whose columns before `start` run once per prompt, and the others once per row.
 
     Attributes:
         start: number of columns that run once per prompt, at least 1.
-        stop: end of the columns that run.
         groups: (N,) number of the prompt of each row.
         pixels: pixel input -> slice of each row's prompt in it.
         behind: pixel input -> slice of each row's completion in it; empty where no completion has an image.
@@ -120,7 +119,6 @@ class PrefixSplit:
     """
 
     start: int
-    stop: int
     groups: list[int]
     pixels: dict[str, list[slice]]
     copies: int = 1
@@ -160,34 +158,30 @@ def take_pixels(inputs: Mapping[str, Any], parts: Parts, rows: Sequence[int]) ->
     return found if any(map(len, found.values())) else {}
 
 
-def find_split(
-    inputs: Mapping[str, Any], config: Any, columns: tuple[int, int] | None = None, *, alone: bool = False
-) -> PrefixSplit:
+def find_split(inputs: Mapping[str, Any], config: Any, start: int | None = None) -> PrefixSplit:
     """Split a batch into unique prompts and the columns behind them.
 
     Args:
         inputs: of the pass, by name; tokens are (N, S).
         config: of the model.
-        columns: (start, stop) of a `PrefixSplit`; None: the split that saves most, up to the last column.
-        alone: whether to split also a batch in which no prompt occurs twice.
+        start: number of columns of the prompts; None: the split that saves most.
 
     Raises:
-        UnsupportedModel: the batch has no equal prompts, or computing them once would not be exact.
+        UnsupportedModel: a split without a given start saves nothing, or computing prompts once would not be exact.
     """
     ids, types = inputs["input_ids"], inputs.get("mm_token_type_ids")  # (N, S)
     mask = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]  # (N, S)
     is_image = is_image_token(ids, config)
     given = image_inputs_of(inputs)
     try:
-        parts, behind = _separate_prompt_parts(given, is_image, columns[0] if columns else ids.size(1))
+        parts, behind = _separate_prompt_parts(given, is_image, ids.size(1) if start is None else start)
     except UnknownParts as error:
         raise UnsupportedModel(error.reason) from error
     rows = range(len(ids))
     pixels = [[given[name][slices[row]] for name, slices in parts.items()] for row in rows] if parts else None
-    start, stop = columns or (_find_best_start(ids, mask, is_image, pixels), ids.size(1))
-    require(1 <= start < stop, "no prompt before the completions")
+    start = _find_best_start(ids, mask, is_image, pixels) if start is None else start
+    require(start >= 1, "no prompt before the completions")
     groups = find_groups(ids[:, :start], mask[:, :start], pixels)
-    require(alone or max(groups) + 1 < len(groups), NOT_TWICE)
     check_equal_prompts(inputs, groups, start)
     unfit = is_image[:, start:] if types is None else is_image[:, start:] | types[:, start:].bool()
     if behind and types is not None and config.model_type in IMAGES_BEHIND:
@@ -199,7 +193,7 @@ def find_split(
     require(not images_behind, "images in completions")
     require(padded_on_the_left, "prompts that are not padded on the left")
     require(not holes, "holes in the mask of a completion")
-    return PrefixSplit(start, stop, groups, parts, behind=behind)
+    return PrefixSplit(start, groups, parts, behind=behind)
 
 
 def _separate_prompt_parts(given: ImageInputs, is_image: Tensor, start: int) -> tuple[Parts, Parts]:

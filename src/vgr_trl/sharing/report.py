@@ -1,7 +1,7 @@
 """Counts of shared prompts, features that are on or off, and the reasons for which calls run plainly."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +14,6 @@ def require(condition: Any, otherwise: str) -> None:
     """Raise `UnsupportedModel` with the reason `otherwise` unless the condition holds."""
     if not condition:
         raise UnsupportedModel(otherwise)
-
-
-def why_unsupported(check: Callable[..., Any], *args: Any) -> str | None:
-    """Return the message of the `UnsupportedModel` that a check raises, or None if the check passes."""
-    try:
-        check(*args)
-    except UnsupportedModel as error:
-        return str(error)
-    return None
 
 
 @dataclass

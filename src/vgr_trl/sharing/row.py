@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vgr_trl.pixels import on_device
-from vgr_trl.sharing.model_support import has_rope_deltas
 from vgr_trl.sharing.prefix_split import PrefixSplit, first_rows, is_constant, sort_by_group, take_pixels
 from vgr_trl.sharing.report import require
 
@@ -42,14 +41,6 @@ class Bounds(NamedTuple):
     cu_seq_lens_k: Tensor
     max_length_q: int
     max_length_k: int
-
-
-class LeftPadded(NamedTuple):
-    """Prompts padded on the left: places in the row (U, P), mask (U, P), and the place of each token among U P."""
-
-    places: Tensor
-    mask: Tensor
-    back: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,12 +95,12 @@ class Row:
     @cached_property
     def prompt_places(self) -> Tensor:
         """(U, P) places of the prompts' tokens in the row."""
-        return _places(self.prompts, 0).to(self.device, non_blocking=True)
+        return _number_places(_is_valid(self.prompts)).to(self.device, non_blocking=True)
 
     @cached_property
     def own_places(self) -> Tensor:
         """(N, C) places of the completions' tokens in the row."""
-        return _places(self.completions, self.first).to(self.device, non_blocking=True)
+        return self.first + _number_places(_is_valid(self.completions)).to(self.device, non_blocking=True)
 
     @cached_property
     def query_places(self) -> Tensor:
@@ -123,36 +114,29 @@ class Row:
         return torch.cat([self.prompt_places.flatten(), behind.flatten()])
 
     @cached_property
+    def packed_keys(self) -> Tensor:
+        """(K,) places of the keys of all completions without padding: each one's prompt, then its own."""
+        is_key = torch.cat([_is_valid(self.prompts)[self.groups], _is_valid(self.completions)], dim=1)  # (N, P + C)
+        index = is_key.flatten().nonzero().flatten().to(self.device, non_blocking=True)
+        return self.key_places[self.prompt_places.numel() :][index]
+
+    @cached_property
     def back(self) -> Tensor:
         """(L,) place of each token of the row among the padded queries."""
         valid = [_is_valid(self.prompts).flatten(), _is_valid(self.completions).flatten()]
         return torch.cat(valid).nonzero().flatten().to(self.device, non_blocking=True)
 
     @cached_property
-    def left_padded(self) -> LeftPadded:
-        """The prompts padded on the left, so that all of them end in the last column."""
-        lengths = torch.tensor(self.prompts).unsqueeze(1)
-        columns = torch.arange(max(self.prompts)) - (max(self.prompts) - lengths)  # (U, P)
-        places = _places(self.prompts, 0).gather(1, columns.clamp(min=0))
-        parts = places, columns >= 0, (columns >= 0).flatten().nonzero().flatten()
-        return LeftPadded(*(each.to(self.device, non_blocking=True) for each in parts))
+    def left_padded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Prompts padded on the left, all ending in the last column: places (U, P), mask (U, P), tokens among U P."""
+        mask = _is_valid(self.prompts).flip(1)
+        parts = _number_places(mask), mask, mask.flatten().nonzero().flatten()
+        places, mask, back = (each.to(self.device, non_blocking=True) for each in parts)
+        return places, mask, back
 
     @cached_property
     def group_index(self) -> Tensor:
         return on_device(self.groups, self.device)
-
-    @cached_property
-    def packed_keys(self) -> Tensor:
-        """(K,) places of the keys of all completions without padding: each one's prompt, then its own."""
-        starts = [sum(self.prompts[:group]) for group in range(len(self.prompts))]
-        place, parts = self.first, list[Tensor]()
-        for group, own in zip(self.groups, self.completions, strict=True):
-            parts += [
-                torch.arange(starts[group], starts[group] + self.prompts[group]),
-                torch.arange(place, place + own),
-            ]
-            place += own
-        return torch.cat(parts).to(self.device, non_blocking=True)
 
     @cached_property
     def prompt_bounds(self) -> Bounds:
@@ -228,30 +212,17 @@ class Row:
     @cached_property
     def table(self) -> Tensor:
         """(B, S) place in the row of each token of the batch, those of prompts in all rows of a group; -1: none."""
-        lengths = on_device(self.prompts, self.device)[self.group_index].unsqueeze(1)  # (N, 1)
-        before = torch.arange(max(self.prompts), device=self.device)
-        firsts = self.row_index.unsqueeze(1) * self.shape[1] + self.start - lengths
-        columns = torch.where(before < lengths, firsts + before, self.shape[0] * self.shape[1])  # (N, P)
-        index = torch.full((self.shape[0] * self.shape[1] + 1,), -1, dtype=torch.int64, device=self.device)
-        index[columns] = self.prompt_places[self.group_index]
-        index[self.tokens[self.first :]] = torch.arange(self.first, len(self.tokens), device=self.device)
-        return index[:-1].view(self.shape)
+        lengths = on_device(self.prompts, self.device).unsqueeze(1)  # (U, 1)
+        to_end = self.start - torch.arange(self.start, device=self.device)  # columns up to the end of the prompts
+        of_prompts = torch.where(to_end <= lengths, lengths.cumsum(0) - to_end, -1)  # (U, start)
+        index = torch.full(self.shape, -1, device=self.device)
+        index[self.row_index, : self.start] = of_prompts[self.group_index]
+        index.view(-1)[self.tokens[self.first :]] = torch.arange(self.first, len(self.tokens), device=self.device)
+        return index
 
     def reads(self, length: int) -> Tensor:
         """Return the place in the row that emits each of the first T tokens of the B rows, (B, T); -1: none does."""
         return self.table[:, self.start : self.start + length]
-
-    def spread(self, hidden: Tensor, *, whole: bool) -> Tensor:
-        """Return the hidden states of the row, (L, D), as those of the batch, (B, S, D), 0 where none ran.
-
-        Args:
-            hidden: outputs of the pass.
-            whole: whether the columns of prompts are wanted, too.
-        """
-        index = self.table.clone()
-        if not whole:
-            index[:, : self.start] = -1
-        return pad(hidden, (0, 0, 0, 1))[index]  # the last one is 0
 
     def alone(self, number: int) -> tuple["Row", Tensor]:
         """Return the layout of one completion and its prompt, and the places of their tokens in this row."""
@@ -277,10 +248,9 @@ def _is_valid(lengths: Sequence[int]) -> Tensor:
     return torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
 
 
-def _places(lengths: Sequence[int], first: int) -> Tensor:
-    """Return the places of padded parts that stand one behind the other from `first` on, (rows, longest)."""
-    sizes, columns = torch.tensor(lengths).unsqueeze(1), torch.arange(max(lengths))
-    return first + sizes.cumsum(0) - sizes + torch.minimum(columns, sizes - 1)
+def _number_places(is_valid: Tensor) -> Tensor:
+    """Number the tokens of padded parts that stand one behind the other; padding gets the number of a token nearby."""
+    return (is_valid.flatten().cumsum(0) - 1).clamp(min=0).view_as(is_valid)
 
 
 def _is_near(queries: Tensor, keys: Tensor, seen: Visibility) -> Tensor:
@@ -356,10 +326,8 @@ def _take_images(
     inputs: Mapping[str, Any], split: PrefixSplit, firsts: Sequence[int], rows: Sequence[int]
 ) -> dict[str, Tensor]:
     """Return the pixel inputs of prompts, then those of completions; empty if there is no image."""
-    parts = [(split.pixels, firsts), (split.behind, rows)] if split.behind else [(split.pixels, firsts)]
-    taken = [take_pixels(inputs, slices, of_rows) for slices, of_rows in parts]
-    names = {name: None for part in taken for name in part}
-    return {name: torch.cat([part[name] for part in taken if name in part]) for name in names}
+    taken = take_pixels(inputs, split.pixels, firsts), take_pixels(inputs, split.behind, rows)
+    return {name: torch.cat([part[name] for part in taken if name in part]) for name in taken[0] | taken[1]}
 
 
 # Token types by which images see themselves, by the type of the language model.
@@ -385,7 +353,7 @@ def _positions(base: Any, inputs: Mapping[str, Any], split: PrefixSplit, firsts:
         return given.expand(*given.shape[:-2], *row.shape).flatten(-2)[..., row.tokens].unsqueeze(-2)
     columns = row.tokens % row.shape[1]  # as models count that are not told
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
-    if not has_rope_deltas(base) or any(inputs.get(name) is None for name in names[:3]):
+    if not hasattr(base, "rope_deltas") or any(inputs.get(name) is None for name in names[:3]):
         return columns.unsqueeze(0)
     if split.behind:
         every, _ = base.get_rope_index(**{name: inputs.get(name) for name in names})  # (3, B, S)

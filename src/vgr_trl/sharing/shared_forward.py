@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate.state import GradientState
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from vgr_trl.errors import DataError
 from vgr_trl.pixels import IMAGE_INPUTS
@@ -37,26 +38,21 @@ def prepare_rows(base: Any) -> None:
     split_state_mixers(base)
 
 
-def run_row(plain: Callable[..., Any], row: Row, call: Mapping[str, Any], layers: int) -> Any:
+def run_row(plain: Callable[..., Any], base: Any, row: Row, call: Mapping[str, Any]) -> Any:
     """Run a model over a row; return its outputs.
 
     Args:
         plain: forward pass of a transformers model, or of its base.
+        base: base model (without head).
         row: layout.
         call: its arguments, as `lay_out` returns them.
-        layers: number of layers of the language model.
 
     Raises:
         UnsupportedModel: a layer has not read the layout, so that its tokens saw each other.
     """
-    outputs = plain(**call)
+    outputs, layers = plain(**call), base.config.get_text_config(decoder=True).num_hidden_layers
     require(len(row.read_by) == layers, "a model that does not hand the layout of a row on to all of its layers")
     return outputs
-
-
-def count_layers(base: Any) -> int:
-    """Return the number of layers of a base model's language model."""
-    return int(base.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 WHOLE_GROUPS = (
@@ -135,14 +131,15 @@ class SharedForward:
         check_inputs(inputs, self.base.config)
         unset = width is None and inputs.get("use_cache") is None and not self.base.training  # may decode next
         require(not (unset and self.base.config.get_text_config(decoder=True).use_cache), "use_cache is not False")
-        stop = inputs["input_ids"].size(1) - (width is not None)  # the last column emits no token
-        return find_split(inputs, self.base.config, None if width is None else (stop - width, stop))
+        start = None if width is None else inputs["input_ids"].size(1) - 1 - width  # the last column emits no token
+        return find_split(inputs, self.base.config, start)
 
     def _run(self, inputs: dict[str, Any], whole: bool, split: PrefixSplit) -> Any:
-        """Run a split batch; return the base model's outputs (N, S, D), 0 for prompts and padding unless `whole`."""
+        """Run a split batch; return the base model's outputs (N, S, D), 0 where no token ran."""
         row, call = lay_out(self.base, inputs, split, whole=whole)
-        outputs = run_row(self.plain, row, call, count_layers(self.base))
-        return type(outputs)(last_hidden_state=row.spread(outputs.last_hidden_state[0], whole=whole))
+        outputs = run_row(self.plain, self.base, row, call)
+        # Columns that did not run read the last entry, which is 0.
+        return type(outputs)(last_hidden_state=pad(outputs.last_hidden_state[0], (0, 0, 0, 1))[row.table])
 
     def share(
         self,
@@ -151,7 +148,7 @@ class SharedForward:
         split: Callable[[], PrefixSplit],
         shared: Callable[[PrefixSplit], Any],
         plain: Callable[[], Any],
-        agree: Callable[[bool], bool] | None = None,
+        agree: Callable[[bool], bool] = bool,
     ) -> Any:
         """Share prompts, or fall back to the plain call if that is not exact.
 
@@ -161,19 +158,18 @@ class SharedForward:
             split: splits the batch, or raises `UnsupportedModel`.
             shared: runs a split batch, or raises `UnsupportedModel`.
             plain: runs the batch without sharing.
-            agree: returns whether an answer is True in all processes, which then share together or not at all; None:
-                each process decides alone.
+            agree: returns whether an answer is True in all processes, which then share together or not at all; by
+                default each process decides alone.
         """
         found, reason = None, self.refused.get(kind, "")
         try:
             found = None if reason else split()
         except UnsupportedModel as error:
             reason = str(error)
-        if agree is not None:
-            if not agree(found is not None):
-                found, reason = None, reason or "another process cannot share this batch"
-            elif found is not None and agree(found.prompts == found.rows):
-                found, reason = None, NOT_TWICE
+        if not agree(found is not None):
+            found, reason = None, reason or "another process cannot share this batch"
+        elif found is not None and agree(found.prompts == found.rows):
+            found, reason = None, NOT_TWICE
         if found is not None:
             try:
                 outputs = shared(found)

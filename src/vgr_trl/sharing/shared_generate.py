@@ -19,8 +19,6 @@ from vgr_trl.sharing.model_support import (
     cache_of,
     check_model,
     check_token_types,
-    checkpointed_modules,
-    has_rope_deltas,
 )
 from vgr_trl.sharing.prefix_split import PER_TOKEN, PrefixSplit, find_split
 from vgr_trl.sharing.report import UnsupportedModel, require
@@ -100,14 +98,17 @@ class SharedGeneration:
         plain = partial(self.plain, *args, **kwargs)
         with self.forward.lock, patched_attribute(self.forward, "paused", True):
             split, generate = partial(self._split, inputs), partial(self._generate, inputs)
-            return self.forward.share("generation", inputs["input_ids"], split, generate, plain, self.forward.agree)
+            agree = self.forward.agree or bool
+            return self.forward.share("generation", inputs["input_ids"], split, generate, plain, agree)
 
     def _split(self, inputs: dict[str, Any]) -> PrefixSplit:
         """Split prompts from their last tokens, which run with the completions."""
         require(getattr(self.plain, "__func__", None) is GenerationMixin.generate, "a generate method of its own")
         check_model(self.forward.base)
         require(cache_name(self.forward.base) is not None, "a model without a cache of keys and values")
-        require(not checkpointed_modules(self.model), "generate with gradient checkpointing on")
+        training = (module for module in self.model.modules() if module.training)
+        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in training)
+        require(not checkpoints, "generate with gradient checkpointing on")
         starts_anew = cache_of(inputs) is None and inputs.get("inputs_embeds") is None
         require(starts_anew, "generate from a cache or from embeddings")
         for name, value in inputs.items():
@@ -127,10 +128,8 @@ class SharedGeneration:
         require(isinstance(ids, Tensor) and ids.ndim == 2, "no prompt before the completions")
         require(mask is not None and mask.shape == ids.shape, "generate without an attention mask")
         check_token_types(inputs, self.model.config)
-        copies = config.num_return_sequences or 1
-        alone = copies > 1 or self.forward.agree is not None  # processes share together
-        split = find_split(inputs, self.model.config, (ids.size(1) - 1, ids.size(1)), alone=alone)
-        return replace(split, copies=copies)
+        split = find_split(inputs, self.model.config, ids.size(1) - 1)
+        return replace(split, copies=config.num_return_sequences or 1)
 
     def _prepare_config(self, inputs: dict[str, Any]) -> Any:
         """Return the `GenerationConfig` of a call."""
@@ -193,6 +192,6 @@ class SharedGeneration:
         index = on_device(split.groups, inputs["input_ids"].device).repeat_interleave(split.copies)  # (N * copies,)
         grow_in_place(cache, index)
         base = self.forward.base
-        if has_rope_deltas(base) and base.rope_deltas is not None:
+        if getattr(base, "rope_deltas", None) is not None:  # of Qwen-VL
             base.rope_deltas = base.rope_deltas.index_select(0, index.to(base.rope_deltas.device))  # (N, 1)
         return cache

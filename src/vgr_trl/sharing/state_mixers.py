@@ -51,8 +51,8 @@ def _split_by_row(plain: Callable[..., Tensor], cache: str, number_of_states: in
             states = Cache(layers=[state] * (module.layer_idx + 1))  # which finds it by the number of the layer
             return plain(module, hidden_states[0, places], **{cache: states, "attention_mask": mask}).flatten(0, 1)
 
-        stored, left = _StoredState(number_of_states), row.left_padded
-        before = run(left.places, left.mask, stored)[left.back]
+        stored, (places, mask, back) = _StoredState(number_of_states), row.left_padded
+        before = run(places, mask, stored)[back]
         behind = run(row.own_places, None, _ExpandedState(stored, row.group_index))
         return torch.cat([before, behind[row.back[row.first :] - row.prompt_places.numel()]]).unsqueeze(0)
 

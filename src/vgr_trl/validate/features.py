@@ -23,8 +23,7 @@ from vgr_trl.registries import (
     needed_signals,
 )
 from vgr_trl.rewards.loading import may_read_columns
-from vgr_trl.run import Measurement, Run
-from vgr_trl.run_facts import Features, RunFacts
+from vgr_trl.run import Features, Measurement, Run, RunFacts
 from vgr_trl.sharing.exactness import why_not_share
 from vgr_trl.sharing.model_support import (
     base_of,

@@ -28,7 +28,7 @@ from vgr_trl.config import (
 from vgr_trl.config_converters import EASYR1_KEYS
 from vgr_trl.credit import active_rules, given_weights, shape_advantages, token_weights
 from vgr_trl.errors import ConfigError
-from vgr_trl.loss import TermInputs
+from vgr_trl.loss.terms import TermInputs
 from vgr_trl.metrics.step_metrics import Totals, add_weights
 from vgr_trl.options import FACTS, check_options, option, unused_options
 from vgr_trl.recipes import parse_yaml

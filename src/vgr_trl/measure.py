@@ -1,4 +1,4 @@
-"""Build the inputs and the `Want` of a rollout's scoring pass, and signals and reward columns from its scores.
+"""Measure a rollout: the `Want` of its scoring pass, and signals and reward columns from the scores.
 
 Where only metrics read the attention, a sample of the rows is measured.
 """
