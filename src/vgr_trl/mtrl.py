@@ -85,33 +85,28 @@ def _build_launch_command(stated: Mapping[str, Any], flags: Sequence[str], words
     return [sys.executable, "-m", *launch, *own]
 
 
-def _choose_engine_flags(conversion: Conversion, words: Sequence[str]) -> list[str]:
+def _choose_engine_flags(keys: Conversion, words: Sequence[str]) -> list[str]:
     """Return accelerate flags: FSDP with the configured sharding, or DDP if each process needs all parameters."""
-    strategy, accepted = str(conversion[_STRATEGY_KEY]).upper(), (*_RESHARD_FLAGS, "NO_SHARD")
+    strategy, accepted = str(keys[_STRATEGY_KEY]).upper(), (*_RESHARD_FLAGS, "NO_SHARD")
     if strategy not in accepted:
-        raise ConfigError(
-            f"{conversion.name(_STRATEGY_KEY)} is {conversion[_STRATEGY_KEY]!r}: give {', '.join(accepted)}."
-        )
-    has_critic = conversion["algorithm.adv_estimator"] == "gae" and not re.search("--critic[= ]head", " ".join(words))
+        raise ConfigError(f"{keys.name(_STRATEGY_KEY)} is {keys[_STRATEGY_KEY]!r}: give {', '.join(accepted)}.")
+    has_critic = keys["algorithm.adv_estimator"] == "gae" and not re.search("--critic[= ]head", " ".join(words))
     if has_critic or strategy == "NO_SHARD":
-        if has_critic and not conversion["worker.actor.model.lora.rank"]:
-            _refuse_large_critic(conversion)
+        if has_critic and not keys["worker.actor.model.lora.rank"]:
+            _refuse_large_critic(keys)
         why = "A critic model is not sharded (--critic head is)" if has_critic else "NO_SHARD"
         print(f"{why}: using DDP, so each process holds all parameters and nothing is offloaded.", file=sys.stderr)
         return ["--multi_gpu"]
-    offloads = any(conversion[f"worker.actor.{key}"] for key in _OFFLOAD_KEYS)
+    offloads = any(keys[f"worker.actor.{key}"] for key in _OFFLOAD_KEYS)
     reshard = ["--fsdp_reshard_after_forward", _RESHARD_FLAGS[strategy]]
     return [*_FSDP_FLAGS, *reshard, "--fsdp_offload_params", str(offloads).lower()]
 
 
-def _refuse_large_critic(conversion: Conversion) -> None:
+def _refuse_large_critic(keys: Conversion) -> None:
     """Raise `ConfigError` if weights, gradients and moments of policy and critic exceed the memory of a GPU."""
     from vgr_trl.cli.evaluate import count_parameters  # imports transformers, which takes seconds
 
-    name, bytes_each = (
-        str(conversion.options["model_name_or_path"]),
-        16 if conversion.options["dtype"] == "float32" else 8,
-    )
+    name, bytes_each = str(keys.options["model_name_or_path"]), 16 if keys.options["dtype"] == "float32" else 8
     parameters, memory = count_parameters(name), torch.cuda.get_device_properties(0).total_memory
     if (needed := 2 * bytes_each * parameters) > memory:
         total = f"2 x {bytes_each} bytes x {parameters / 1e9:.1f} billion parameters = {needed / 2**30:.0f} GiB"

@@ -124,22 +124,20 @@ ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
 LOSSES = ("vgr", "vgr_vppo", "vgr_papo")  # verl's vanilla loss plus the enabled terms
 
 
-def resolve_options(
-    adv_estimator: str, stated: Mapping[str, Any] | None, loss_mode: str | None = None
-) -> SignalOptions:
+def resolve_options(estimator: str, stated: Mapping[str, Any] | None, loss_mode: str | None = None) -> SignalOptions:
     """Return the options of a run: the given values over the defaults of the estimator.
 
     Args:
-        adv_estimator: value in the configuration.
+        estimator: `adv_estimator` in the configuration.
         stated: options by name or alias.
         loss_mode: value in the configuration; None if the trainer has no registry of losses.
 
     Raises:
         ConfigError: an option is unknown, out of range, or has no effect.
     """
-    options = SignalOptions.read(stated, ESTIMATORS.get(adv_estimator))
-    if adv_estimator not in ESTIMATORS and (options.shapes_advantages or options.rewards_attention):
-        raise ConfigError(f"adv_estimator {adv_estimator!r} does not read the options: use {', '.join(ESTIMATORS)}.")
+    options = SignalOptions.read(stated, ESTIMATORS.get(estimator))
+    if estimator not in ESTIMATORS and (options.shapes_advantages or options.rewards_attention):
+        raise ConfigError(f"adv_estimator {estimator!r} does not read the options: use {', '.join(ESTIMATORS)}.")
     if options.terms and loss_mode not in (*LOSSES, None):
         raise ConfigError(f"loss_mode {loss_mode!r} does not read the options given: use {', '.join(LOSSES)}.")
     if loss_mode == "vgr_papo" and not options.uses_perception_loss:
