@@ -30,12 +30,8 @@ def print_record(record: Record, console: Console | None = None, prompt_length: 
         (console or Console()).print(panel)
 
 
-Colour = tuple[int, int, int]
-
 # Blue and orange: distinguishable for colour-blind readers, and light enough for black text.
-LOW_COLOUR: Colour = (67, 147, 195)
-MIDDLE_COLOUR: Colour = (247, 247, 247)
-HIGH_COLOUR: Colour = (224, 130, 20)
+LOW_COLOUR, MIDDLE_COLOUR, HIGH_COLOUR = (67, 147, 195), (247, 247, 247), (224, 130, 20)
 
 
 class Quantity(NamedTuple):
