@@ -52,7 +52,7 @@ def score(
         batch: as `scoring_inputs` returns it.
         want: quantities to return beside log-probabilities.
         model: another model to score with, which TRL's scoring can call; None: the policy.
-        purpose: of the pass.
+        purpose: purpose of the pass.
 
     Raises:
         NotFiniteError: log-probabilities are NaN.
@@ -76,7 +76,7 @@ def run_pass(
         model: the policy, its reference or a critic, also wrapped.
         batch: arguments of TRL's scoring, but for the model, (N, P + T). With tools `tool_mask` (N, T).
         want: quantities to return, and tokens that are read.
-        purpose: of the pass.
+        purpose: purpose of the pass.
         gradients: whether a backward pass follows.
     """
     given = {name: value for name, value in batch.items() if value is not None}
@@ -252,7 +252,7 @@ def refuse_nan(logps: Tensor, mask: Tensor, step: int) -> None:
     """Raise `NotFiniteError` if log-probabilities (N, T) are NaN, which signals would read as rows without images.
 
     Args:
-        logps: of a scoring pass.
+        logps: log-probabilities of a scoring pass.
         mask: (N, T) bool, tokens that count.
         step: optimizer steps so far.
     """
