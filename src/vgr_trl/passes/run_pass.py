@@ -85,11 +85,17 @@ class ForwardPasses:
             return Scores(0 * anchor, want.tokens, torch.zeros_like(anchor) if want.entropies else None, rows_run=0)
         is_whole = gradients or purpose is Purpose.EVALUATION or want.tokens is not None
         rows = None if is_whole else self._rows_of_chunk(inputs)
+        averages = self.accelerator.is_fsdp2 and gradients
+        uneven = self.agree if self.is_sharded and self.dummy_image is None else None
+        has_rows = self.features.sharing["training" if gradients else "scoring"].enabled
         with (
             torch.set_grad_enabled(gradients),
             self.clock.stage(purpose.value, counts and not gradients),
             nullcontext() if gradients else disable_gradient_checkpointing(self.policy, checkpointing),
-            self.around(model, counts=counts),
+            self.vision_cache.around(model, counts=counts),
+            head_with_average_gradient(causal_model(model)) if averages else nullcontext(),
+            ignore_empty_images(model, agree=uneven) if uneven or not has_rows else nullcontext(),
+            nullcontext() if self.dummy_image is None else self.dummy_image.around(model, False),
         ):
             scores = score(model, inputs, want, compute=self._compute, rows_per_pass=rows)
         return replace(scores, values=scores.logps) if purpose is Purpose.CRITIC else scores  # its head gives values
@@ -183,25 +189,6 @@ class ForwardPasses:
         if not (alone and whole and skips) or want.reads_states or bool(tokens.any()):
             return False
         return all(weight.grad is not None for weight in self.policy.parameters() if weight.requires_grad)
-
-    @contextmanager
-    def around(self, model: nn.Module, *, counts: bool = True) -> Iterator[None]:
-        """Wrap the passes of this block: image features, head, dummy image.
-
-        Args:
-            model: the model that runs, also wrapped.
-            counts: whether metrics count these passes; those of an evaluation are left out.
-        """
-        averages = self.accelerator.is_fsdp2 and torch.is_grad_enabled()
-        uneven = self.agree if self.is_sharded and self.dummy_image is None else None
-        has_rows = self.features.sharing["training" if torch.is_grad_enabled() else "scoring"].enabled
-        with (
-            self.vision_cache.around(model, counts=counts),
-            head_with_average_gradient(causal_model(model)) if averages else nullcontext(),
-            ignore_empty_images(model, agree=uneven) if uneven or not has_rows else nullcontext(),
-            nullcontext() if self.dummy_image is None else self.dummy_image.around(model, False),
-        ):
-            yield
 
     @contextmanager
     def around_generation(self, model: nn.Module, *, counts: bool = True) -> Iterator[None]:
