@@ -111,10 +111,8 @@ def visibility(module: Any, row: Row, window: int | None) -> Visibility:
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
     # Images of Gemma 4 see themselves in layers with a window only.
     sees_images = row.images is not None and (config.model_type != "gemma4_text" or window is not None)
-    is_wide = window is None or row.longest <= window
-    return Visibility(
-        None if is_wide else window, None if chunk is None or row.longest <= chunk else chunk, sees_images
-    )
+    window, chunk = (None if size is None or row.longest <= size else size for size in (window, chunk))
+    return Visibility(window, chunk, sees_images)
 
 
 def _attend_padded(
