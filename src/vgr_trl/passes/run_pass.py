@@ -168,9 +168,9 @@ class ForwardPasses:
         """Return the number of rows of a scoring chunk, the same on every process."""
         args, trains, most = self.args, self.policy.training, self.args.max_tokens_per_micro_batch
         size = args.num_generations if trains else args.num_generations_eval or args.num_generations
-        group = size if self.features.share_scoring.enabled else None
+        group: Any = size if self.features.share_scoring.enabled else 1
         rows = self.rows.given if trains else args.per_device_eval_batch_size
-        rows = round_up_to_groups(rows, group or 1)
+        rows = round_up_to_groups(rows, group)
         if most is None:
             return rows
         columns = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=self.accelerator.device)
@@ -219,17 +219,15 @@ class ForwardPasses:
 _WHOLE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)  # processes hold all weights
 
 
-def rows_within(most_tokens: int, group: int | None, longest: int, completion: int) -> int:
+def rows_within(most_tokens: int, group: int, longest: int, completion: int) -> int:
     """Return the number of rows that fit into a budget of tokens, at least one.
 
     Args:
         most_tokens: `max_tokens_per_micro_batch`.
-        group: G where prompts are shared, so that whole groups pass if one fits; None: they are not.
+        group: G where prompts are shared, so that whole groups pass if one fits; 1 where they are not.
         longest: P + T.
         completion: T.
     """
-    if group is None:
-        return max(most_tokens // longest, 1)
     if (groups := most_tokens // (longest + (group - 1) * completion)) > 0:
         return groups * group
     return max((most_tokens - longest) // completion + 1, 1)
