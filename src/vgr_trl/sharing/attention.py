@@ -111,10 +111,8 @@ def visibility(module: Any, row: Row, window: int | None) -> Visibility:
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
     # Images of Gemma 4 see themselves in layers with a window only.
     sees_images = row.images is not None and (config.model_type != "gemma4_text" or window is not None)
-    is_wide = window is None or row.longest <= window
-    return Visibility(
-        None if is_wide else window, None if chunk is None or row.longest <= chunk else chunk, sees_images
-    )
+    window, chunk = (None if size is None or row.longest <= size else size for size in (window, chunk))
+    return Visibility(window, chunk, sees_images)
 
 
 def _attend_padded(
@@ -129,23 +127,18 @@ def _attend_padded(
     first = prompts * max(row.prompts)
     of_prompts = (each[:first].unflatten(0, (prompts, -1)).transpose(1, 2) for each in tokens)  # (U, heads, P, D)
     own = (each[first:].unflatten(0, (completions, -1)).transpose(1, 2) for each in tokens)  # (N, heads, C or P + C, D)
-    masks = row.masks(seen)
-    if module.config._attn_implementation == "eager":
-        masks = tuple(_make_bias(mask, row, query.dtype) for mask in masks)  # type: ignore[assignment]
+    is_eager = module.config._attn_implementation == "eager"
+    # Eager attention adds masks to its scores, also causal ones, which a chunk of the whole row asks for.
+    masks: Any = row.masks(seen._replace(chunk=seen.chunk or row.longest) if is_eager else seen)
+    if is_eager:
+        least = torch.finfo(query.dtype).min
+        masks = [torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, least) for mask in masks]
     parts = [
         attend(module, *each, mask, **options)[0].flatten(0, 1)  # (places, H, D)
         for each, mask in zip((of_prompts, own), masks, strict=True)
     ]
     outputs: Tensor = torch.cat(parts)
     return (outputs if row.is_even else outputs.index_select(0, row.back)).unsqueeze(0)
-
-
-def _make_bias(mask: Tensor | None, row: Row, dtype: torch.dtype) -> Tensor:
-    """Return what eager attention adds to scores, 0 or the smallest number, for a mask; None: of a causal mask."""
-    if mask is None:
-        width = max(row.prompts)
-        mask = torch.ones(1, 1, width, width, dtype=torch.bool, device=row.device).tril()
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _attend_packed(
