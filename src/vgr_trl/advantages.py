@@ -141,10 +141,10 @@ def token_rewards(rewards: Tensor, mask: Tensor, penalties: Tensor | None = None
     """
     mask = mask.bool()
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # (N, T)
-    found = torch.zeros_like(mask, dtype=torch.float32)
+    rewards_of_tokens = torch.zeros_like(mask, dtype=torch.float32)
     if penalties is not None:
-        found = penalties.float().masked_fill(~mask, 0)
-    return torch.where(last, found + rewards.float().unsqueeze(1), found)
+        rewards_of_tokens = penalties.float().masked_fill(~mask, 0)
+    return torch.where(last, rewards_of_tokens + rewards.float().unsqueeze(1), rewards_of_tokens)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cliprange: float) -> Tensor:

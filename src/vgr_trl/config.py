@@ -60,7 +60,7 @@ class PluginOptions:
 
     def plugin_values(self, plugin: Any) -> Any:
         """Return the values of a plug-in's own options, or all options of the run if it declares none."""
-        options = getattr(plugin, "options", None)
+        options = registries.declared_options(plugin)
         return self if options is None else build_options(options, read_mapping("plugin_options", self.plugin_options))
 
     def readers(self) -> dict[str, list[str]]:
@@ -68,11 +68,11 @@ class PluginOptions:
         needs = [(f"the signal {name}", [name]) for name in self.signals or ()]
         rules = {name: registries.credit_rules.load(name) for name in self.plugin_rules}
         needs += [(f"the credit rule {name}", [*needed_signals(rule)]) for name, rule in rules.items()]
-        found: dict[str, list[str]] = {}
+        readers: dict[str, list[str]] = {}
         for reader, names in needs:
             for measurement in registries.find_measurements(names):
-                found.setdefault(measurement, []).append(reader)
-        return found
+                readers.setdefault(measurement, []).append(reader)
+        return readers
 
 
 # Measurements.
@@ -194,8 +194,8 @@ class PerturbationOptions(PluginOptions):
     def row_views(self) -> dict[str, str]:
         """Map the names of the views of rows under which completions are scored to their plug-ins."""
         read = [need.removeprefix(LOGPS_PREFIX) for need in self.readers() if need.startswith(LOGPS_PREFIX)]
-        found = {name: name for name in read if name in registries.views.names()}
-        return found | ({} if self.teacher_view is None else {TEACHER: self.teacher_view})
+        views = {name: name for name in read if name in registries.views.names()}
+        return views | ({} if self.teacher_view is None else {TEACHER: self.teacher_view})
 
     def parameters_of(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of a perturbation."""
@@ -381,10 +381,10 @@ class CreditOptions(PerturbationOptions):
         plugins = [registries.perturbations.load(name) for name in perturbations if name not in PERTURBATIONS]
         plugins += map(registries.views.load, self.row_views.values())
         for kind in ("credit_rules", "signals", "loss_terms"):
-            given = vars(self)[kind] or ()
-            plugins += [vars(registries)[kind].load(name) for name in given if name not in RULES]
-            if len(set(map(short_name, given))) < len(given):
-                raise ConfigError(f"{kind} is {given}, where two have the same name: rename one.")
+            named_plugins = vars(self)[kind] or ()
+            plugins += [vars(registries)[kind].load(name) for name in named_plugins if name not in RULES]
+            if len(set(map(short_name, named_plugins))) < len(named_plugins):
+                raise ConfigError(f"{kind} is {named_plugins}, where two have the same name: rename one.")
         values = [self.plugin_values(plugin) for plugin in plugins]
         known = sorted({name for own in values if own is not self for name in vars(own)})
         for name in read_mapping("plugin_options", self.plugin_options).keys() - set(known):
@@ -426,7 +426,7 @@ class LossOptions(CreditOptions):
 
     @property
     def terms(self) -> list[str]:
-        """Return the loss terms that are on: this library's by their options, and those of `loss_terms`."""
+        """Return the active loss terms: own terms switched on by options, then `loss_terms`."""
         own = {
             "entropy_penalty": self.use_entropy_penalty,
             "perception_loss": self.uses_perception_loss,
@@ -440,14 +440,14 @@ class LossOptions(CreditOptions):
         Raises:
             ConfigError: no loss term can get a quantity.
         """
-        found: dict[str, str] = {}
+        needs: dict[str, str] = {}
         for name in self.terms:
             for need in needed_signals(registries.loss_terms.load(name)):
                 if need not in TERM_NEEDS:
                     accepted = ", ".join(TERM_NEEDS)
                     raise ConfigError(f"The loss term {name} needs {need!r}, but terms can need {accepted}.")
-                found.setdefault(need, f"the loss term {name}")
-        return found
+                needs.setdefault(need, f"the loss term {name}")
+        return needs
 
 
 GAE = {"advantage_estimator": ("gae",)}
@@ -530,7 +530,7 @@ class EfficiencyOptions:
     # fmt: on
 
 
-SWITCHES = tuple(each.name for each in fields(EfficiencyOptions) if each.default == "auto")
+SWITCHES = tuple(field.name for field in fields(EfficiencyOptions) if field.default == "auto")
 
 
 @dataclass

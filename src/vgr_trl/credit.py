@@ -46,7 +46,7 @@ _READS = {
     "enable_trajectory_reweighting": "dependency",
 }
 for _name in RULES:  # messages about a misspelt rule list the registered names
-    registries.credit_rules.register(_name)(lambda *given: None)
+    registries.credit_rules.register(_name)(lambda *arguments: None)
 
 
 def builtin_rules(options: CreditOptions) -> dict[str, str]:
@@ -202,22 +202,22 @@ def per_token(advantages: Tensor) -> Tensor:
 
 def _plugin_weights(
     spec: str,
-    given: tuple[Tensor, RolloutSignals, Tensor],
+    inputs: tuple[Tensor, RolloutSignals, Tensor],
     options: CreditOptions,
     context: Mapping[str, Any],
     totals: Totals,
 ) -> Tensor | Added:
-    """Return the weights (N, T) of a plug-in, the tokens that it keeps (bool) or what it adds; add its metrics."""
-    function, name, mask = registries.credit_rules.load(spec), short_name(spec), given[-1]
+    """Call a plug-in: return its weights (N, T), kept tokens (bool) or added values; add its metrics."""
+    function, name, mask = registries.credit_rules.load(spec), short_name(spec), inputs[-1]
     rule, taken = f"the credit rule {spec}", inspect.signature(function).parameters
     named = {key: value for key, value in context.items() if key in taken}
-    result = registries.call_plugin(rule, function, *given, options.plugin_values(function), **named)
+    result = registries.call_plugin(rule, function, *inputs, options.plugin_values(function), **named)
     credit, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     weights = credit.values if (adds := isinstance(credit, Added)) else credit
     if not isinstance(weights, Tensor) or weights.shape != mask.shape or not isinstance(metrics, Mapping):
-        found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
         raise DataError(
-            f"{rule} returned {found}, metrics {metrics!r}: return weights, a tensor {tuple(mask.shape)}, and a dict."
+            f"{rule} returned {shape}, metrics {metrics!r}: return weights, a tensor {tuple(mask.shape)}, and a dict."
         )
     for key, value in metrics.items():
         if isinstance(value, tuple):
@@ -351,7 +351,7 @@ def stack_weights(values: Any, response_mask: Tensor) -> Tensor:
 
 @cache
 def warn_of_padding() -> None:
-    """Warn once per process; Python's own filter forgets what it has shown."""
+    """Warn once per process; `warnings` resets its once-filter."""
     warnings.warn("token_weights were padded with 1 or cut to the length of the responses (said once).", stacklevel=3)
 
 

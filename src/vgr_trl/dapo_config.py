@@ -53,20 +53,20 @@ LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "seq": "grpo"}  # values of `
 SEGMENTED = "use_segmented_reward_weights"  # early_reward_weights alone switch them on
 
 
-def rename_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def rename_options(stated: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Rename other spellings of options, and print a line for each.
 
     Args:
-        given: options by name or spelling.
+        stated: options by name or spelling.
         where: the place that states them, for messages.
 
     Raises:
         ConfigError: an option and another spelling of it are both given.
     """
-    values = dict(given)
+    values = dict(stated)
     if values.pop(SEGMENTED, True) is False:
         values.pop("early_reward_weights", None)
-    for spelling in [each for each in SPELLINGS if each in values]:
+    for spelling in [name for name in SPELLINGS if name in values]:
         name, value = SPELLINGS[spelling], values.pop(spelling)
         if name in values:
             raise ConfigError(f"{where} has {spelling} and {name}, which are the same option: give one of them.")
@@ -81,8 +81,8 @@ def _accept_spellings(config: type[GRPOConfig]) -> Any:
     initialize = config.__init__
 
     @wraps(initialize)
-    def rename(self: GRPOConfig, *given: Any, **options: Any) -> None:
-        initialize(self, *given, **rename_options(options, "DAPOConfig"))
+    def rename(self: GRPOConfig, *positional: Any, **options: Any) -> None:
+        initialize(self, *positional, **rename_options(options, "DAPOConfig"))
 
     config.__init__ = rename  # type: ignore[method-assign]
     return config
@@ -154,7 +154,7 @@ class DAPOConfig(
                 setattr(self, name, "on" if value else "off")
         # TRL takes a tuple or an array too.
         self.reward_weights = None if self.reward_weights is None else [*map(float, self.reward_weights)]
-        self.rows_per_pass = str(self.rows_per_pass)  # which YAML reads as a number
+        self.rows_per_pass = str(self.rows_per_pass)  # YAML parses "4" as an int
         check_options(self, _LIMITS)
         self.check_plugins()
         check_conflicts(self)

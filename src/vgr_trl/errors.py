@@ -30,7 +30,7 @@ def printable(text: str) -> str:
     terminal, nor show a line break that is none.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\\x0d")
-    return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _HIDDEN.sub(lambda hidden: ascii(hidden[0])[1:-1], text)
 
 
 def error_text(error: BaseException, most: int = 200) -> str:
@@ -111,7 +111,7 @@ class DiskFullError(VGRError, OSError):
 
 @contextmanager
 def naming_torchvision(model: str | None = None) -> Iterator[None]:
-    """Convert the errors of a missing torchvision, or of one that was built for another torch, into a `ConfigError`.
+    """Convert errors about a torchvision that is missing, or built for another torch, into a `ConfigError`.
 
     Args:
         model: whose processor the block loads; None: only a torchvision that cannot be imported is meant.
@@ -143,10 +143,10 @@ def check_release() -> None:
     first, end = SUPPORTED_TRL
     if Version(first) <= release() < Version(end):
         return
-    tested, found = f"trl>={first},<{end}", f"TRL {version('trl')} is installed, but vgr_trl"
+    tested, installed = f"trl>={first},<{end}", f"TRL {version('trl')} is installed, but vgr_trl"
     is_newer = release() >= Version(end)
     if is_newer and os.environ.get("VGR_TRL_UNTESTED") == "1":
-        warnings.warn(f"{found} is tested with {tested} only: results may be wrong in silence.", stacklevel=2)
+        warnings.warn(f"{installed} is tested with {tested} only: results may be wrong in silence.", stacklevel=2)
         return
     trial = ", or set VGR_TRL_UNTESTED=1 to try it untested" if is_newer else ""
-    raise UnsupportedTRLError(f'{found} needs another: pip install "{tested}"{trial}.')
+    raise UnsupportedTRLError(f'{installed} needs another: pip install "{tested}"{trial}.')

@@ -101,7 +101,7 @@ def compute_rewards(
     columns["prompts"] = [row.get("prompt") for row in rows]
     columns["completions"] = [[{"role": "assistant", "content": text}] for text in completions]
     columns["completion_ids"] = tokenizer(completions, add_special_tokens=False)["input_ids"]
-    return {reward_name(each): list(each(**fit_arguments(each, columns))) for each in functions}
+    return {reward_name(function): list(function(**fit_arguments(function, columns))) for function in functions}
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class AnswerScores:
 
 @dataclass(frozen=True)
 class Evaluation(AnswerScores):
-    """Scores of all questions and of each group, the number of rows without a usable solution, and all completions."""
+    """Scores over all questions and per group, the number of rows without a usable solution, and all completions."""
 
     skipped: int = 0
     groups: dict[str, AnswerScores] = field(default_factory=dict)

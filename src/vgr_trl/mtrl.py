@@ -31,87 +31,90 @@ _OFFLOAD_KEYS = ("fsdp.enable_cpu_offload", "offload.offload_params", "offload.o
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train or evaluate as configured, and return the exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    arguments = [f"--{argument}" if argument.startswith("config=") else argument for argument in given]
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = [f"--{argument}" if argument.startswith("config=") else argument for argument in words]
     is_launched = any(name in os.environ for name in (_LAUNCHED_VARIABLE, "LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK"))
     try:
         stated, kept = read_configuration(arguments)
-        command = None if stated is None or is_launched else _build_launch_command(stated, kept, given)
-        if stated is None and not any(argument.startswith(("--config", "--help", "-h")) for argument in arguments):
-            raise ConfigError("config= is missing: give config=FILE.yaml, a configuration of EasyR1 or MTRL.")
+        command = None if stated is None or is_launched else _build_launch_command(stated, kept, words)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
     if command is None:
         return run_command(["train", *arguments])
     environment = {**os.environ, _LAUNCHED_VARIABLE: "1"}
-    if "--use_cpu" in given:
+    if "--use_cpu" in words:
         environment["ACCELERATE_USE_CPU"] = "true"
     return subprocess.run(command, env=environment, check=False).returncode
 
 
-def _build_launch_command(stated: Mapping[str, Any], flags: Sequence[str], given: Sequence[str]) -> list[str] | None:
+def _build_launch_command(stated: Mapping[str, Any], flags: Sequence[str], words: Sequence[str]) -> list[str] | None:
     """Return the command that starts the processes, or None if this process is enough.
 
     Args:
         stated: the configuration.
         flags: the flags beside it.
-        given: all arguments, which the processes get.
+        words: all arguments, which the processes get.
 
     Raises:
         ConfigError: a key would stop the processes, this machine has too few GPUs, there are several nodes, or a GPU
             cannot hold policy and critic.
     """
-    found, names = convert(stated), {flag.partition("=")[0] for flag in flags}
-    found.check("--ignore_unknown_keys" in names, "--reward_funcs" in names, bool(found["trainer.val_only"]))
-    nodes, processes = found.read_integer(_NODES_KEY), found.read_integer(_GPUS_KEY)
-    if _GPUS_KEY not in found.stated:
+    conversion, names = convert(stated), {flag.partition("=")[0] for flag in flags}
+    conversion.check("--ignore_unknown_keys" in names, "--reward_funcs" in names, bool(conversion["trainer.val_only"]))
+    nodes, processes = conversion.read_integer(_NODES_KEY), conversion.read_integer(_GPUS_KEY)
+    if _GPUS_KEY not in conversion.stated:
         processes = max(1, min(torch.cuda.device_count(), processes))
-    if nodes * processes == 1 or found["trainer.val_only"]:
+    if nodes * processes == 1 or conversion["trainer.val_only"]:
         return None
-    if "--use_cpu" in given and nodes == 1:
+    if "--use_cpu" in words and nodes == 1:
         launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     elif (gpus := torch.cuda.device_count()) < processes:
-        name, cure = found.name(_GPUS_KEY), f"{max(gpus, 1)}, which keeps the batch sizes, or --use_cpu"
+        name, cure = conversion.name(_GPUS_KEY), f"{max(gpus, 1)}, which keeps the batch sizes, or --use_cpu"
         raise ConfigError(f"{name} is {processes}, but this machine has {gpus} GPUs: give {cure}.")
     else:
         launch = ["accelerate.commands.launch", "--num_processes", str(nodes * processes), "--num_machines", str(nodes)]
-        launch += _choose_engine_flags(found, given)
-    own = ["-m", "vgr_trl.mtrl", *given]
+        launch += _choose_engine_flags(conversion, words)
+    own = ["-m", "vgr_trl.mtrl", *words]
     if nodes > 1:
         raise ConfigError(
-            f"{found.name(_NODES_KEY)} is {nodes}: start this on each machine, with the address of "
+            f"{conversion.name(_NODES_KEY)} is {nodes}: start this on each machine, with the address of "
             f"the first for ADDRESS and 0 to {nodes - 1} for RANK: accelerate launch --main_process_ip ADDRESS "
             f"--main_process_port 29500 --machine_rank RANK {shlex.join([*launch[1:], *own])}"
         )
     return [sys.executable, "-m", *launch, *own]
 
 
-def _choose_engine_flags(found: Conversion, given: Sequence[str]) -> list[str]:
+def _choose_engine_flags(conversion: Conversion, words: Sequence[str]) -> list[str]:
     """Return accelerate flags: FSDP with the configured sharding, or DDP if each process needs all parameters."""
-    strategy, accepted = str(found[_STRATEGY_KEY]).upper(), (*_RESHARD_FLAGS, "NO_SHARD")
+    strategy, accepted = str(conversion[_STRATEGY_KEY]).upper(), (*_RESHARD_FLAGS, "NO_SHARD")
     if strategy not in accepted:
-        raise ConfigError(f"{found.name(_STRATEGY_KEY)} is {found[_STRATEGY_KEY]!r}: give {', '.join(accepted)}.")
-    has_critic = found["algorithm.adv_estimator"] == "gae" and not re.search("--critic[= ]head", " ".join(given))
+        raise ConfigError(
+            f"{conversion.name(_STRATEGY_KEY)} is {conversion[_STRATEGY_KEY]!r}: give {', '.join(accepted)}."
+        )
+    has_critic = conversion["algorithm.adv_estimator"] == "gae" and not re.search("--critic[= ]head", " ".join(words))
     if has_critic or strategy == "NO_SHARD":
-        if has_critic and not found["worker.actor.model.lora.rank"]:
-            _refuse_large_critic(found)
+        if has_critic and not conversion["worker.actor.model.lora.rank"]:
+            _refuse_large_critic(conversion)
         why = "A critic model is not sharded (--critic head is)" if has_critic else "NO_SHARD"
         print(f"{why}: using DDP, so each process holds all parameters and nothing is offloaded.", file=sys.stderr)
         return ["--multi_gpu"]
-    offloads = any(found[f"worker.actor.{key}"] for key in _OFFLOAD_KEYS)
+    offloads = any(conversion[f"worker.actor.{key}"] for key in _OFFLOAD_KEYS)
     reshard = ["--fsdp_reshard_after_forward", _RESHARD_FLAGS[strategy]]
     return [*_FSDP_FLAGS, *reshard, "--fsdp_offload_params", str(offloads).lower()]
 
 
-def _refuse_large_critic(found: Conversion) -> None:
+def _refuse_large_critic(conversion: Conversion) -> None:
     """Raise `ConfigError` if weights, gradients and moments of policy and critic exceed the memory of a GPU."""
     from vgr_trl.cli.evaluate import count_parameters  # imports transformers, which takes seconds
 
-    name, each = str(found.options["model_name_or_path"]), 16 if found.options["dtype"] == "float32" else 8
+    name, bytes_each = (
+        str(conversion.options["model_name_or_path"]),
+        16 if conversion.options["dtype"] == "float32" else 8,
+    )
     parameters, memory = count_parameters(name), torch.cuda.get_device_properties(0).total_memory
-    if (needed := 2 * each * parameters) > memory:
-        total = f"2 x {each} bytes x {parameters / 1e9:.1f} billion parameters = {needed / 2**30:.0f} GiB"
+    if (needed := 2 * bytes_each * parameters) > memory:
+        total = f"2 x {bytes_each} bytes x {parameters / 1e9:.1f} billion parameters = {needed / 2**30:.0f} GiB"
         fits = f"{total}, but a GPU has {memory / 2**30:.0f} GiB. Give --critic head, which is sharded"
         raise ConfigError(f"A critic as large as the policy needs {fits}.")
 

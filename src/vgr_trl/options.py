@@ -65,11 +65,11 @@ def check_options(options: Any, limits: Mapping[str, Mapping[str, Any]] | None =
         limits: bounds `gt`, `ge`, `lt`, `le` of fields that are not made by `option`, by name.
     """
     hints = get_type_hints(type(options))
-    for each in fields(options):
-        value, hint = vars(options)[each.name], hints[each.name]
-        known = each.metadata if "needs" in each.metadata else (limits or {}).get(each.name)
+    for declared in fields(options):
+        value, hint = vars(options)[declared.name], hints[declared.name]
+        known = declared.metadata if "needs" in declared.metadata else (limits or {}).get(declared.name)
         if known is not None or (value is None and hint in (int, float)):
-            check_value(each.name, value, hint, **{bound: (known or {}).get(bound) for bound in _BOUNDS})
+            check_value(declared.name, value, hint, **{bound: (known or {}).get(bound) for bound in _BOUNDS})
 
 
 @dataclass
@@ -104,7 +104,7 @@ def check_value(name: str, value: Any, hint: Any, **bounds: float | None) -> Non
         correct, accepted = isinstance(value, bool), "True or False"
     elif kind in (int, float):
         correct = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-        correct = correct and math.isfinite(value) and all(_BOUNDS[each][0](value, within[each]) for each in within)
+        correct = correct and math.isfinite(value) and all(_BOUNDS[bound][0](value, within[bound]) for bound in within)
         limits = " and ".join(_BOUNDS[bound][1].format(limit) for bound, limit in within.items())
         accepted = f"{'an integer' if kind is int else 'a number'} {limits}".strip()
     else:
@@ -113,17 +113,17 @@ def check_value(name: str, value: Any, hint: Any, **bounds: float | None) -> Non
         raise ConfigError(f"{name} is {value!r}: give {accepted}.")
 
 
-def read_mapping(name: str, given: Any) -> dict[str, Any]:
+def read_mapping(name: str, value: Any) -> dict[str, Any]:
     """Return an option that is a mapping or a JSON object as a dict; raise `ConfigError` if it is neither."""
     try:
-        return dict(json.loads(given) if isinstance(given, str) else given or {})
+        return dict(json.loads(value) if isinstance(value, str) else value or {})
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{name} is {given!r}: give a JSON object ({error}).") from error
+        raise ConfigError(f"{name} is {value!r}: give a JSON object ({error}).") from error
 
 
 def changed_options(options: Any) -> dict[str, Any]:
     """Return the options of a dataclass that differ from their defaults, by name."""
-    values = {each.name: (vars(options)[each.name], _default(each)) for each in fields(options)}
+    values = {field.name: (vars(options)[field.name], _default(field)) for field in fields(options)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
@@ -144,11 +144,11 @@ def options_in_effect(options: Any, names: Collection[str]) -> dict[str, str]:
 
     Used options that need another option follow, whatever their value.
     """
-    given = [each for each in fields(options) if each.name in names and vars(options)[each.name] is not None]
-    used, changed = [each for each in given if _why_unused(options, each) is None], changed_options(options)
-    shown = [each for each in used if each.name in changed]
-    shown += [each for each in used if each.name not in changed and _needs(each) not in (None, *FACTS)]
-    return {each.name: each.metadata["help"] for each in shown}
+    stated = [field for field in fields(options) if field.name in names and vars(options)[field.name] is not None]
+    used, changed = [field for field in stated if _why_unused(options, field) is None], changed_options(options)
+    shown = [field for field in used if field.name in changed]
+    shown += [field for field in used if field.name not in changed and _needs(field) not in (None, *FACTS)]
+    return {field.name: field.metadata["help"] for field in shown}
 
 
 RATIO_LOSSES = ("dapo", "grpo", "dr_grpo", "bnpo", "luspo")  # losses that clip importance ratios below and above
@@ -168,14 +168,14 @@ _TRL_NEEDS: Mapping[str, Needs] = {  # needs of TRL's options, by name or prefix
 }
 
 
-def _needs(each: Field[Any]) -> Needs | None:
-    of_trl = _TRL_NEEDS.get(each.name) or _TRL_NEEDS.get(each.name.partition("_")[0])
-    return each.metadata.get("needs", of_trl)  # type: ignore[no-any-return]
+def _needs(field: Field[Any]) -> Needs | None:
+    of_trl = _TRL_NEEDS.get(field.name) or _TRL_NEEDS.get(field.name.partition("_")[0])
+    return field.metadata.get("needs", of_trl)  # type: ignore[no-any-return]
 
 
-def _why_unused(options: Any, each: Field[Any], absent: Collection[str] = ()) -> str | None:
-    """Return why an option is unused, which it is if all options it may need are off or unused; else None."""
-    needs, reasons = _needs(each) or {}, []
+def _why_unused(options: Any, field: Field[Any], absent: Collection[str] = ()) -> str | None:
+    """Return why an option is unused: all options that it may need are off or unused. None: it is used."""
+    needs, reasons = _needs(field) or {}, []
     if callable(needs):
         return needs(options)
     wanted: Mapping[str, Any] = {needs: True} if isinstance(needs, str) else needs
@@ -192,5 +192,5 @@ def _why_unused(options: Any, each: Field[Any], absent: Collection[str] = ()) ->
     return " and ".join(dict.fromkeys(reasons)) or None
 
 
-def _default(each: Field[Any]) -> Any:
-    return each.default if each.default_factory is MISSING else each.default_factory()
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()

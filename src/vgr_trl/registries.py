@@ -155,8 +155,8 @@ class Registry:
 
     def _find(self, name: str) -> Any:
         importlib.import_module(self.module)
-        found = entry_points(group=self.group, name=name)  # plug-ins of this library are entry points too
-        entries = {entry.value: entry for entry in found if not entry.value.startswith("vgr_trl.")}
+        entries_of_name = entry_points(group=self.group, name=name)  # plug-ins of this library are entry points too
+        entries = {entry.value: entry for entry in entries_of_name if not entry.value.startswith("vgr_trl.")}
         owners = ["vgr_trl"] * (name in self._own) + list(entries)
         if len(owners) > 1:
             problem = f"The {self.kind} {name!r} is registered more than once, by {' and by '.join(owners)}"
@@ -200,7 +200,7 @@ def declares(
 
 
 def call_plugin(name: str, plugin: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a plug-in that reads signals; name it and its `needs` if it raises what an undeclared signal makes it raise.
+    """Call a plug-in that reads signals; explain errors that an undeclared signal may have caused.
 
     Raises:
         ConfigError: the plug-in raised an error for which a signal that was not measured may be the reason.
@@ -215,6 +215,11 @@ def call_plugin(name: str, plugin: Callable[..., Any], *arguments: Any, **named:
 def short_name(spec: str) -> str:
     """Return the last part of a plug-in's name: `my_rule` of `my_rules.py:my_rule`."""
     return spec.strip().rpartition(":")[2].rpartition(".")[2]
+
+
+def declared_options(plugin: Any) -> Any:
+    """Return the dataclass of options that a plug-in declares, or None."""
+    return getattr(plugin, "options", None)
 
 
 def needed_signals(plugin: Any) -> tuple[str, ...]:
@@ -243,16 +248,16 @@ def find_measurements(names: Iterable[str], within: Sequence[str] = ()) -> list[
     Raises:
         ConfigError: a signal is not found or depends on itself.
     """
-    found: list[str] = []
+    measurements: list[str] = []
     for name in names:
         chain = [*within, name]
         if name in within:
             raise ConfigError(f"The signal {name} needs itself ({' needs '.join(chain)}): remove one dependency.")
-        found += [name] if is_measurement(name) else find_measurements(needed_signals(signals.load(name)), chain)
-    return list(dict.fromkeys(found))
+        measurements += [name] if is_measurement(name) else find_measurements(needed_signals(signals.load(name)), chain)
+    return list(dict.fromkeys(measurements))
 
 
-def build_options(options: type, given: Mapping[str, Any]) -> Any:
-    """Build a plug-in's options, a dataclass, from the matching keys of `given`."""
+def build_options(options: type, values: Mapping[str, Any]) -> Any:
+    """Build a plug-in's options, a dataclass, from the matching keys of `values`."""
     fields: Any = dataclasses.fields(options)
-    return options(**{field.name: given[field.name] for field in fields if field.name in given})
+    return options(**{field.name: values[field.name] for field in fields if field.name in values})

@@ -48,8 +48,8 @@ class Zoom(_ImageOfRow):
             The part of the image.
         """
         numbers = box if isinstance(box, list | tuple) else []
-        known = len(numbers) == 4 and all(isinstance(each, int | float) and math.isfinite(each) for each in numbers)
-        left, top, right, bottom = (min(max(float(each), 0.0), 1.0) for each in numbers) if known else (0.0,) * 4
+        known = len(numbers) == 4 and all(isinstance(side, int | float) and math.isfinite(side) for side in numbers)
+        left, top, right, bottom = (min(max(float(side), 0.0), 1.0) for side in numbers) if known else (0.0,) * 4
         if right <= left or bottom <= top:
             wanted = "[left, top, right, bottom] with numbers from 0 to 1, left below right and top below bottom"
             return f"The box {box} is not a part of the image: give {wanted}."
@@ -104,6 +104,6 @@ def show_part(image: Image.Image, box: tuple[int, int, int, int]) -> Image.Image
 
 
 def show_again(part: Image.Image, image: Image.Image) -> Image.Image | None:
-    """Crop the same part of another version of the image; None if `part` is not one of `show_part`."""
+    """Crop the same part from another version of the image; None if `show_part` has not made the part."""
     box = part.info.get(_PART)
     return None if box is None else show_part(image, box)

@@ -95,7 +95,7 @@ class FiniteUpdates(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Zero the gradients if any is non-finite; optimizers skip parameters without one."""
         gradients = [value.grad for value in kwargs["model"].parameters() if value.grad is not None]
-        here = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]  # or shards of them
+        here = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]  # or shards of them
         finite = nn.utils.get_total_norm(here).isfinite()
         self._skipped = not self._accelerator.gather(finite.to(self._accelerator.device).view(1)).all()
         if self._skipped:
@@ -114,8 +114,8 @@ class FiniteUpdates(TrainerCallback):
         self._step_metrics.updates_skipped += 1
         step = state.global_step + 1
         if self._streak == LONGEST:
-            found = f"The gradient was NaN or infinite in {LONGEST} steps in a row, up to step {step}"
-            raise NotFiniteError(f"{found}: resume with a lower learning_rate or max_grad_norm.")
+            problem = f"The gradient was NaN or infinite in {LONGEST} steps in a row, up to step {step}"
+            raise NotFiniteError(f"{problem}: resume with a lower learning_rate or max_grad_norm.")
         if self._streak == 1 and state.is_world_process_zero:
-            found = f"The gradient of step {step} is NaN or infinite: the update is skipped (skipped/updates)"
-            logger.warning(f"{found}. {LONGEST} in a row end the run.")
+            problem = f"The gradient of step {step} is NaN or infinite: the update is skipped (skipped/updates)"
+            logger.warning(f"{problem}. {LONGEST} in a row end the run.")

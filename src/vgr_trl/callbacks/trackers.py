@@ -88,14 +88,14 @@ def rename_for_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, An
         processes: number of processes of the run.
     """
     named = [(name, other) for name in logs for other in _find_verl_names(name)]
-    found = {other: logs[name] for name, other in named if other == name or other not in logs}
+    renamed = {other: logs[name] for name, other in named if other == name or other not in logs}
     if "loss" in logs:
-        found.setdefault("actor/pg_loss", logs["loss"])
+        renamed.setdefault("actor/pg_loss", logs["loss"])
     if "perf/tokens_per_second" in logs:
-        found["perf/throughput"] = logs["perf/tokens_per_second"] / processes
-    if seconds := [found.pop(name) for name in ("timing/update", "timing/optimizer") if name in found]:
-        found["timing_s/update_actor"] = sum(seconds)
-    return found
+        renamed["perf/throughput"] = logs["perf/tokens_per_second"] / processes
+    if seconds := [renamed.pop(name) for name in ("timing/update", "timing/optimizer") if name in renamed]:
+        renamed["timing_s/update_actor"] = sum(seconds)
+    return renamed
 
 
 _MTRL_NAMES = {"actor/kl_loss": "agent/divergence_loss", "actor/kl_coef": "agent/divergence_coef"}
@@ -142,7 +142,7 @@ def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     shown = {name for _, name, _ in _STEP_QUANTITIES}
-    own = [(each[1].removesuffix("_reward"), each[0]) for each in map(_REWARD_MEAN.fullmatch, logs) if each]
+    own = [(match[1].removesuffix("_reward"), match[0]) for match in map(_REWARD_MEAN.fullmatch, logs) if match]
     others = [(heading, name, "{:.3f}") for heading, name in own if name not in shown]
     for heading, name, form in (*_STEP_QUANTITIES[:4], *others, *_STEP_QUANTITIES[4:]):
         if (value := logs.get(name)) is not None:
@@ -249,4 +249,4 @@ class BarAndLines(StepLines, ProgressCallback):
 def print_lines(callbacks: list[Any]) -> None:
     """Replace the printing callbacks of transformers by `StepLines`; a notebook keeps its table."""
     ours = {PrinterCallback: StepLines, ProgressCallback: BarAndLines}
-    callbacks[:] = [ours[type(each)]() if type(each) in ours else each for each in callbacks]
+    callbacks[:] = [ours[type(callback)]() if type(callback) in ours else callback for callback in callbacks]

@@ -12,7 +12,6 @@ import warnings
 import webbrowser
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from errno import ENAMETOOLONG
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -99,8 +98,8 @@ def quickstart(argv: Sequence[str]) -> int:
     options |= {"output_dir": str(flags.output_dir)} | suggest_options(count_parameters(flags.model), memory, device)
     if device == "cuda":
         options |= [choose_generation()]
-    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in more if word.startswith("--")}
-    chosen = {name: value for name, value in options.items() if name not in given}
+    overridden = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in more if word.startswith("--")}
+    chosen = {name: value for name, value in options.items() if name not in overridden}
     words = [word for name, value in chosen.items() for word in (f"--{name}", value)] + more
     print(f"Equivalent command:\n  vgr-trl train {shlex.join(words)}", flush=True)
     if status := train(words):
@@ -312,9 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with naming_full_disk("files"), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=DEPRECATION_PATTERN, category=FutureWarning)
                 return COMMANDS[name](rest)
-    except (VGRError, OSError) as error:
-        if not isinstance(error, VGRError) and error.errno != ENAMETOOLONG:
-            raise
+    except VGRError as error:
         named = [option for option in keys if "_" in option and re.search(rf"(?<!\w){option}(?!\w)", str(error))]
         origins = "".join(f" Your file sets {option} by {keys[option]}." for option in named)
         print(f"vgr-trl {name}: {error}{origins}", file=sys.stderr)

@@ -32,7 +32,7 @@ from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, refuse_single_image_models, special_tokens
 from vgr_trl.data.read_row import keys_of, require_columns
 from vgr_trl.errors import ConfigError, VGRError, did_you_mean, error_text, naming_torchvision
-from vgr_trl.options import check_options, check_value, option, read_mapping
+from vgr_trl.options import Checked, check_options, check_value, option, read_mapping
 from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe, read_options
 from vgr_trl.rewards.loading import FileOptions, load_rewards
 
@@ -110,7 +110,7 @@ class DataArguments:
 
 
 @dataclass
-class RewardFileArguments:
+class RewardFileArguments(Checked):
     """Reward files"""
 
     # fmt: off
@@ -170,12 +170,9 @@ class EvaluationArguments(RewardFileArguments):
     save_completions: bool = option(False, "Also write questions, images and completions, for `vgr-trl report`.")
     # fmt: on
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 _OF_TRAINING = RunArguments, RewardArguments, DAPOConfig, ModelConfig
-TRAINING_OPTIONS = frozenset(each.name for group in _OF_TRAINING for each in fields(group))
+TRAINING_OPTIONS = frozenset(field.name for group in _OF_TRAINING for field in fields(group))
 
 
 OF_LIBRARIES = ArrowException, ImportError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError
@@ -411,10 +408,10 @@ class _Parser(HfArgumentParser):
 
     def _add_dataclass_arguments(self, dtype: Any) -> None:
         """Add an argument group per dataclass that declares options, titled by its docstring."""
-        hints, left = get_type_hints(dtype), {each.name: each for each in fields(dtype) if each.init}
+        hints, left = get_type_hints(dtype), {field.name: field for field in fields(dtype) if field.init}
         for base in dtype.__mro__:
             for name in inspect.get_annotations(base):
-                if (each := left.pop(name, None)) is None:
+                if (field := left.pop(name, None)) is None:
                     continue
                 if base.__module__.startswith("vgr_trl."):
                     stage = re.sub("(Options|Arguments|Config)$", "", base.__name__).lower()
@@ -422,8 +419,8 @@ class _Parser(HfArgumentParser):
                 else:
                     stage, title = "trl", "TRL and transformers"
                 section = self.stages.get(stage) or self.add_argument_group(f"{title} [{stage}]")
-                self.stages[stage], each.type = section, hints[name]
-                self._parse_dataclass_field(section, each)  # type: ignore[arg-type]
+                self.stages[stage], field.type = section, hints[name]
+                self._parse_dataclass_field(section, field)  # type: ignore[arg-type]
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Accept several numbers in a word, as in (0.5,2.0)."""
@@ -465,7 +462,7 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
         ConfigError: an option is refused by this library, TRL or transformers.
     """
     parser = _Parser(groups, command)
-    given, rest = parser.parse_known_args(argv)
+    known_flags, rest = parser.parse_known_args(argv)
     flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
     left_out = [*map(_option_name, flags)]
     if unknown := [flag for flag in flags if _option_name(flag) not in ignored]:
@@ -477,12 +474,12 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     stated = rename_options(dict.fromkeys(typed), "The command line")
     if SEGMENTED in typed and not {"early_reward_weights", "config", "recipe"} & stated.keys():
         raise ConfigError(f"--{SEGMENTED} needs --early_reward_weights: give them, or drop the flag.")
-    values = {} if given.config is None else _read_config_file(Path(given.config), parser.options, ignored)
-    recipe = vars(given).get("recipe") or values.get("recipe")
+    values = {} if known_flags.config is None else _read_config_file(Path(known_flags.config), parser.options, ignored)
+    recipe = vars(known_flags).get("recipe") or values.get("recipe")
     if recipe is not None:
         options = _check_names(load_recipe(str(recipe)), f"The recipe {recipe}", parser.options)
         method = {action.dest for stage in METHOD_STAGES for action in parser.stages[stage]._group_actions}
-        values = override_recipe(str(recipe), options, drop_displaced(values, stated), str(given.config), method)
+        values = override_recipe(str(recipe), options, drop_displaced(values, stated), str(known_flags.config), method)
     if left_out:
         print(f"Without effect here: {', '.join(left_out)}.", file=sys.stderr)
     words = [*parser.to_words(drop_displaced(values, stated)), *argv]
@@ -524,25 +521,25 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str], di
     Raises:
         ConfigError: a key is unknown or unsupported, and `--ignore_unknown_keys` is not given.
     """
-    given, kept = read_configuration(argv)
-    if given is None:
+    stated, kept = read_configuration(argv)
+    if stated is None:
         return command, list(argv), {}
-    found = convert(given, int(os.environ.get("WORLD_SIZE", "1")))
+    converted = convert(stated, int(os.environ.get("WORLD_SIZE", "1")))
     flags = {word.partition("=")[0] for word in kept}
-    evaluates = command == "evaluate" or bool(found["trainer.val_only"])
+    evaluates = command == "evaluate" or bool(converted["trainer.val_only"])
     if os.environ.get("RANK", "0") == "0":
-        print(found.format_table("--verbose" in flags), flush=True)
-    found.check("--ignore_unknown_keys" in flags, "--reward_funcs" in flags, evaluates)
+        print(converted.format_table("--verbose" in flags), flush=True)
+    converted.check("--ignore_unknown_keys" in flags, "--reward_funcs" in flags, evaluates)
     for name in ("WANDB_PROJECT", "SWANLAB_PROJ_NAME", "MLFLOW_EXPERIMENT_NAME"):
-        os.environ.setdefault(name, str(found.options["project"]))
-    options = found.options
+        os.environ.setdefault(name, str(converted.options["project"]))
+    options = converted.options
     if evaluates:
-        known = {each.name for group in (DataArguments, EvaluationArguments) for each in fields(group)}
-        options = {name: value for name, value in found.evaluation_options().items() if name in known}
+        known = {field.name for group in (DataArguments, EvaluationArguments) for field in fields(group)}
+        options = {name: value for name, value in converted.evaluation_options().items() if name in known}
         command, kept = "evaluate", [word for word in kept if word != "--ignore_unknown_keys"]
     words = []
     for name, value in options.items():
         items = value if isinstance(value, list) else [value]
-        words += [f"--{name}", *(json.dumps(each) if isinstance(each, dict | bool) else str(each) for each in items)]
-    keys = {option: found.name(key) for key, names in found.options_by_key.items() if key for option in names}
+        words += [f"--{name}", *(json.dumps(item) if isinstance(item, dict | bool) else str(item) for item in items)]
+    keys = {option: converted.name(key) for key, names in converted.options_by_key.items() if key for option in names}
     return command, [*words, *kept], keys

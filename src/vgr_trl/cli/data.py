@@ -240,12 +240,12 @@ def score_run(flags: argparse.Namespace) -> None:
             counts["no reward"] += 1
             print(to_one_line(f"{number}: no reward: {error}"))
             continue
-        found = stated_answer(text, gold.choices, is_open=gold.index is None)
-        right, rule = is_right(text, gold), "no answer" if found is None else found.rule
+        stated = stated_answer(text, gold.choices, is_open=gold.index is None)
+        right, rule = is_right(text, gold), "no answer" if stated is None else stated.rule
         counts.update([rule, "right"] if right else [rule])
-        words = "" if found is None else f" {shorten(found.part, 60)!r}"
+        words = "" if stated is None else f" {shorten(stated.part, 60)!r}"
         named = f"{LETTERS[gold.index]} ({gold.text})" if gold.choices and gold.index is not None else gold.text
-        excluded = f" excluded, {found.excluded}:" if found and found.excluded else ""
+        excluded = f" excluded, {stated.excluded}:" if stated and stated.excluded else ""
         print(to_one_line(f"{number}: {int(right)} {rule}{excluded}{words}, reference {shorten(named, 60)!r}"))
     rules = ", ".join(f"{name} {count}" for name, count in counts.most_common() if name != "right")
     print(f"{counts['right']} of {counts.total() - counts['right']} are right; {rules}.")

@@ -106,9 +106,9 @@ def _report_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     pictures, thumbnails = read_row_images(row, [])
     parts = [part for turn in row["prompt"] if turn["role"] != "system" for part in to_parts(turn["content"])]
     images = []
-    for each in pictures:
-        thumbnail = base64.b64encode(thumbnails[str(each.file)]).decode()
-        images.append({"file": each.file, "width": each.width, "height": each.height, "thumbnail": thumbnail})
+    for picture in pictures:
+        thumbnail = base64.b64encode(thumbnails[str(picture.file)]).decode()
+        images.append({"file": picture.file, "width": picture.width, "height": picture.height, "thumbnail": thumbnail})
     return {"prompt": "\n".join(part.get("text") or f"<{part['type']}>" for part in parts), "images": images}
 
 
@@ -157,9 +157,9 @@ def count_parameters(name: str) -> int:
         return int(make(config).num_parameters())
 
 
-def _choose_group_column(given: str | None, rows: Any) -> str | None:
+def _choose_group_column(column: str | None, rows: Any) -> str | None:
     """Return the given column, else `family` or `source` if it has several values."""
-    if given is not None:
-        return None if given == "none" else given
+    if column is not None:
+        return None if column == "none" else column
     several = (name for name in ("family", "source") if name in rows.column_names and len(set(rows[name])) > 1)
     return next(several, None)

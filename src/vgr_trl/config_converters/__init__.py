@@ -15,41 +15,41 @@ from vgr_trl.errors import did_you_mean
 __all__ = ["EASYR1_KEYS", "Conversion", "convert", "flatten", "read_configuration"]
 
 
-def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
+def convert(configuration: Mapping[str, Any], processes: int = 1) -> Conversion:
     """Convert a configuration, with EasyR1's or verl's defaults for keys that it does not state.
 
     Args:
-        given: stated values by dotted key.
+        configuration: stated values by dotted key.
         processes: number of processes of this run.
 
     Raises:
         ConfigError: a value would be invalid in EasyR1 too, or two names of one key have different values.
     """
-    is_verl = any(key.startswith("actor_rollout_ref.") for key in given)
-    stated, names = rename_verl_keys(given) if is_verl else rename_mtrl_keys(given)
+    is_verl = any(key.startswith("actor_rollout_ref.") for key in configuration)
+    stated, names = rename_verl_keys(configuration) if is_verl else rename_mtrl_keys(configuration)
     known = EASYR1_KEYS | VERL_KEYS
-    keys = {key for key in known if names.get(key, key) in given}
-    found = Conversion({key: each.default for key, each in known.items()}, processes, names, keys)
+    keys = {key for key in known if names.get(key, key) in configuration}
+    conversion = Conversion({key: row.default for key, row in known.items()}, processes, names, keys)
     for key, value in stated.items():
         if key in known:
-            check_type(found.name(key), value, known[key])
-            found.values[key] = value
+            check_type(conversion.name(key), value, known[key])
+            conversion.values[key] = value
     for rule in CONVERTERS:
-        rule(found)
-    for key, each in known.items():
-        if each.option is not None and CONDITIONS[each.condition](found):
-            found.set(each.option, found[key], key)
-        elif each.accepted is not None and found[key] not in each.accepted:
-            found.mark_unsupported(key, each.why)
+        rule(conversion)
+    for key, row in known.items():
+        if row.option is not None and CONDITIONS[row.condition](conversion):
+            conversion.set(row.option, conversion[key], key)
+        elif row.accepted is not None and conversion[key] not in row.accepted:
+            conversion.mark_unsupported(key, row.why)
     for key in (key for key in stated if key not in known):
-        found.unsupported[key] = f"is unknown.{suggest_key(key, found)}"
-    return found
+        conversion.unsupported[key] = f"is unknown.{suggest_key(key, conversion)}"
+    return conversion
 
 
-def suggest_key(key: str, found: Conversion) -> str:
+def suggest_key(key: str, conversion: Conversion) -> str:
     """Return a sentence that suggests the key with the last part of an unknown one, or that sets its option."""
     section, _, last = key.rpartition(".")
-    same = [each for each in EASYR1_KEYS if last in (each.rpartition(".")[2], *found.options_by_key.get(each, ()))]
-    nearest = [each for each in same if each.startswith(section)] or same
-    known = [*map(found.name, EASYR1_KEYS)]
-    return f" Did you mean {found.name(nearest[0])}?" if nearest else did_you_mean(found.name(key), known)
+    same = [name for name in EASYR1_KEYS if last in (name.rpartition(".")[2], *conversion.options_by_key.get(name, ()))]
+    nearest = [name for name in same if name.startswith(section)] or same
+    known = [*map(conversion.name, EASYR1_KEYS)]
+    return f" Did you mean {conversion.name(nearest[0])}?" if nearest else did_you_mean(conversion.name(key), known)

@@ -82,7 +82,7 @@ class Conversion:
         return int(value)
 
     def read_choice(self, key: str, *known: Any) -> Any:
-        """Return the value of a key if it is one of `known`; else record the refusal and return the first of them."""
+        """Return the value of a key if it is known; else refuse the key and return the first known value."""
         if self[key] in known:
             return self[key]
         self.mark_refused(key, f"supported values are {', '.join(map(str, known))}")
@@ -109,12 +109,12 @@ class Conversion:
         Args:
             verbose: also list EasyR1's defaults.
         """
-        found = self.table_rows()
-        rows = [("key", "option", "value"), *(row for row in found if verbose or not row[0].endswith("*"))]
+        all_rows = self.table_rows()
+        rows = [("key", "option", "value"), *(row for row in all_rows if verbose or not row[0].endswith("*"))]
         first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
         text = ["EasyR1 configuration converted to options of this library (*: default of EasyR1):"]
         text += [f"  {key:<{first}}  {option:<{second}}  {value}" for key, option, value in rows]
-        if left := len(found) + 1 - len(rows):
+        if left := len(all_rows) + 1 - len(rows):
             text.append(f"  and {left} defaults of EasyR1, which --verbose lists.")
         theirs = self["trainer.nnodes"] * self["trainer.n_gpus_per_node"]
         if theirs != self.processes:
@@ -151,9 +151,9 @@ class Conversion:
         Raises:
             ConfigError: the checkpoint to evaluate does not exist.
         """
-        name, given = self.name("trainer.load_checkpoint_path"), self["trainer.load_checkpoint_path"]
-        if given is not None and (self.checkpoint is None or not Path(self.checkpoint).is_dir()):
-            raise ConfigError(f"{name} is {given}, which has no checkpoint to evaluate: give a folder that has one.")
+        name, folder = self.name("trainer.load_checkpoint_path"), self["trainer.load_checkpoint_path"]
+        if folder is not None and (self.checkpoint is None or not Path(self.checkpoint).is_dir()):
+            raise ConfigError(f"{name} is {folder}, which has no checkpoint to evaluate: give a folder that has one.")
         options = dict(self.options)
         for option, name in (("num_samples", "num_generations_eval"), ("temperature", "eval_temperature")):
             if name in options:
@@ -202,11 +202,11 @@ def _resolve_interpolations(content: Mapping[str, Any], overrides: Mapping[str, 
     try:
         from omegaconf import OmegaConf  # optional: few files use interpolation, and TRL does not require it
 
-        found = OmegaConf.create(dict(content))
+        configuration = OmegaConf.create(dict(content))
         for key, value in overrides.items():
-            OmegaConf.update(found, key, value, merge=False)
+            OmegaConf.update(configuration, key, value, merge=False)
         with patched_attribute(os, "environ", _LaunchVariables(os.environ)):
-            return OmegaConf.to_container(found, resolve=True)
+            return OmegaConf.to_container(configuration, resolve=True)
     except Exception as error:
         raise ConfigError(f"The ${{…}} cannot be resolved (by omegaconf): {error_text(error)}.") from error
 
@@ -222,9 +222,9 @@ class _LaunchVariables(dict[str, str]):
 
 def flatten(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten a nested configuration to dotted keys."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in content.items():
         key = f"{prefix}{name}"
         is_section = isinstance(value, Mapping) and easyr1_name(key) not in _MAPPING_KEYS and key not in _MAPPING_KEYS
-        found |= flatten(value, f"{key}.") if is_section else {key: value}
-    return found
+        flat |= flatten(value, f"{key}.") if is_section else {key: value}
+    return flat

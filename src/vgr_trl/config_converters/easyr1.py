@@ -12,7 +12,6 @@ from typing import Any
 from vgr_trl.config_converters.conversion import Conversion
 from vgr_trl.errors import ConfigError
 
-_NEVER_EVALUATE = 10**9
 _ROLLOUT_SIZE_KEY, _UPDATE_SIZE_KEY = "data.rollout_batch_size", "worker.actor.global_batch_size"
 _MICRO_BATCH_SIZE_KEY = "worker.actor.micro_batch_size_per_device_for_update"
 _DTYPES = {None: "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -79,8 +78,8 @@ def _convert_adapter(c: Conversion, key: str, lora: str) -> None:
     c.set("lora_target_modules", targets, f"{lora}.target_modules", *[f"{lora}.exclude_modules"] * bool(excluded))
 
 
-def _split_names(given: Any) -> list[str]:
-    texts = [given or ""] if isinstance(given, str | None) else list(given)
+def _split_names(value: Any) -> list[str]:
+    texts = [value or ""] if isinstance(value, str | None) else list(value)
     return [name.strip() for text in texts for name in text.split(",") if name.strip()]
 
 
@@ -113,14 +112,14 @@ def convert_data(c: Conversion) -> None:
     c.set(option, template or "none", "data.format_prompt")
 
 
-def _parse_source(given: Any, key: str) -> tuple[Any, str]:
+def _parse_source(value: Any, key: str) -> tuple[Any, str]:
     """Return a list of files, a folder or a hub name (None if not given), and the split."""
-    pairs = [(name, split or "train") for name, _, split in (part.partition("@") for part in _split_names(given))]
+    pairs = [(name, split or "train") for name, _, split in (part.partition("@") for part in _split_names(value))]
     suffixes = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
     if pairs and all(Path(name).is_file() or Path(name).suffix in suffixes for name, _ in pairs):
         return [name for name, _ in pairs], "train"
     if len(pairs) > 1:
-        raise ConfigError(f"{key} is {given!r}: several sources are supported only if all are files.")
+        raise ConfigError(f"{key} is {value!r}: several sources are supported only if all are files.")
     return pairs[0] if pairs else (None, "")
 
 
@@ -191,17 +190,17 @@ def convert_schedule(c: Conversion) -> None:
 def convert_evaluation(c: Conversion) -> None:
     """Convert the evaluation schedule and its sampling; both libraries also evaluate at the end."""
     key, sampling, first = "trainer.val_freq", "worker.rollout.val_override_config", "trainer.val_before_train"
-    given = {"n": 1, "do_sample": True, "temperature": None, "top_p": None, **(c[sampling] or {})}
-    n, samples, temperature, top_p = (given.pop(name) for name in ("n", "do_sample", "temperature", "top_p"))
+    values = {"n": 1, "do_sample": True, "temperature": None, "top_p": None, **(c[sampling] or {})}
+    n, samples, temperature, top_p = (values.pop(name) for name in ("n", "do_sample", "temperature", "top_p"))
     if samples is False:
         temperature = 0
-    if any(value != -1 for value in given.values()):
-        c.mark_unsupported(sampling, f"{', '.join(given)} cannot be set for evaluation alone")
+    if any(value != -1 for value in values.values()):
+        c.mark_unsupported(sampling, f"{', '.join(values)} cannot be set for evaluation alone")
     if not c["data.val_files"] or not (c[key] > 0 or c[first]):
         c.set("eval_strategy", "no", key)
         return
     c.set("eval_strategy", "steps", key)
-    c.set("eval_steps", c[key] * count_updates(c) if c[key] > 0 else _NEVER_EVALUATE, key)
+    c.set("eval_steps", c[key] * count_updates(c) if c[key] > 0 else 10**9, key)  # or never
     c.set("eval_on_start", bool(c[first]), first)
     c.set("num_generations_eval", n, sampling)
     c.set("per_device_eval_batch_size", n * max(1, c.read_integer(_MICRO_BATCH_SIZE_KEY) // n))
@@ -271,8 +270,8 @@ def convert_critic(c: Conversion) -> None:
         c.mark_refused(f"{key}.model.model_path", "the critic starts as a copy of the policy")
     same = ("global_batch_size", "ppo_epochs", "max_grad_norm", "loss_avg_mode", "optim.weight_decay", "optim.betas")
     for name in same:
-        if f"{key}.{name}" in c.stated and c[f"{key}.{name}"] != (given := c[f"{policy}.{name}"]):
-            c.mark_refused(f"{key}.{name}", f"the critic uses the policy's settings: give {given}, or leave it out")
+        if f"{key}.{name}" in c.stated and c[f"{key}.{name}"] != (of_policy := c[f"{policy}.{name}"]):
+            c.mark_refused(f"{key}.{name}", f"the critic uses the policy's settings: give {of_policy}, or leave it out")
 
 
 def convert_loss(c: Conversion) -> None:
@@ -337,22 +336,22 @@ def _convert_resume(c: Conversion, folder: str) -> None:
     With `find_last_checkpoint`, resume from the newest complete checkpoint in its folder or in the output.
     """
     load, find = "trainer.load_checkpoint_path", "trainer.find_last_checkpoint"
-    given, is_sought = c[load], bool(c[find])
-    complete = [file.parent for file in Path(given or folder).glob("checkpoint-[0-9]*/manifest.json")]
+    source, is_sought = c[load], bool(c[find])
+    complete = [file.parent for file in Path(source or folder).glob("checkpoint-[0-9]*/manifest.json")]
     if is_sought and complete:
-        c.checkpoint = str(max(complete, key=lambda each: (len(each.name), each.name)))
-    if given is None:
+        c.checkpoint = str(max(complete, key=lambda path: (len(path.name), path.name)))
+    if source is None:
         if is_sought and any(Path(folder).glob("checkpoint-*")):
             c.set("resume_from_checkpoint", "latest", find)
         return
-    present = {path.name for path in Path(given).glob("*")}
+    present = {path.name for path in Path(source).glob("*")}
     is_new = not present or ("run.json" in present and "trainer_state.json" not in present)
-    if is_sought and is_new and not c.checkpoint and (find in c.stated or Path(given).is_dir()):
-        is_output = Path(given) == Path(folder)
+    if is_sought and is_new and not c.checkpoint and (find in c.stated or Path(source).is_dir()):
+        is_output = Path(source) == Path(folder)
         c.set("resume_from_checkpoint", "latest" if is_output else "none", load)
-        c.notes += [] if is_output else [f"{c.name(load)} {given} has no checkpoint: this run starts anew."]
+        c.notes += [] if is_output else [f"{c.name(load)} {source} has no checkpoint: this run starts anew."]
         return
-    c.checkpoint = c.checkpoint or str(given)
+    c.checkpoint = c.checkpoint or str(source)
     c.set("resume_from_checkpoint", c.checkpoint, load)
 
 

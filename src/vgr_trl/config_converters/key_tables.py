@@ -38,11 +38,11 @@ def load_tables(name: str) -> dict[str, Any]:
 
 def build_keys(tables: Mapping[str, Any]) -> dict[str, Key]:
     """Build the keys of the tables `renamed`, `computed`, `ignored` and `fixed`, sorted by name."""
-    found = {key: Key(*row) for key, row in tables.get("renamed", {}).items()}
-    found |= {key: Key(default) for key, default in tables["computed"].items()}
-    found |= {key: Key(value, why=why) for why, keys in tables["ignored"].items() for key, value in keys.items()}
-    found |= {key: Key(values[0], why=why, accepted=values) for key, (why, *values) in tables["fixed"].items()}
-    return dict(sorted(found.items()))
+    known = {key: Key(*row) for key, row in tables.get("renamed", {}).items()}
+    known |= {key: Key(default) for key, default in tables["computed"].items()}
+    known |= {key: Key(value, why=why) for why, table in tables["ignored"].items() for key, value in table.items()}
+    known |= {key: Key(values[0], why=why, accepted=values) for key, (why, *values) in tables["fixed"].items()}
+    return dict(sorted(known.items()))
 
 
 EASYR1_KEYS = build_keys(load_tables("easyr1"))
@@ -83,7 +83,7 @@ def easyr1_name(key: str) -> str:
     return MTRL_NAMES.get(key, key)
 
 
-def rename_mtrl_keys(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def rename_mtrl_keys(configuration: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return values by EasyR1's keys, and EasyR1 key -> name in the configuration, or in its section.
 
     Raises:
@@ -91,13 +91,13 @@ def rename_mtrl_keys(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     """
     stated: dict[str, Any] = {}
     names: dict[str, str] = {}
-    for name, value in given.items():
+    for name, value in configuration.items():
         key = easyr1_name(name)
         if key in stated and stated[key] != value:
             raise ConfigError(f"{names[key]} is {stated[key]!r}, but its other name {name} is {value!r}: give one.")
         stated[key], names[key] = value, name
-    sections = {name.partition(".")[0] for name in given}
-    used = {section: each for each, section in MTRL_SECTIONS.items() if each in sections}
+    sections = {name.partition(".")[0] for name in configuration}
+    used = {section: theirs for theirs, section in MTRL_SECTIONS.items() if theirs in sections}
     for key in EASYR1_KEYS:
         section, dot, rest = key.partition(".")
         names.setdefault(key, f"{used.get(section, section)}{dot}{rest}")
@@ -111,19 +111,19 @@ VERL_DEFAULTS: dict[str, Any] = _VERL["defaults"]  # of keys that both have
 _MODES = {"token-mean": "token", "seq-mean-token-mean": "seq", "vanilla": "default"}
 
 
-def rename_verl_keys(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def rename_verl_keys(configuration: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return values by EasyR1's keys, and EasyR1 key -> name in the configuration."""
-    found = VERL_DEFAULTS | {key: value for key, value in given.items() if key not in VERL_RENAMED_KEYS}
-    found |= {key: given.get(name, default) for name, (key, default) in VERL_RENAMED_KEYS.items()}
+    values = VERL_DEFAULTS | {key: value for key, value in configuration.items() if key not in VERL_RENAMED_KEYS}
+    values |= {key: configuration.get(name, default) for name, (key, default) in VERL_RENAMED_KEYS.items()}
     names = {key: name for name, (key, _) in VERL_RENAMED_KEYS.items()}
-    own = {key: given.get(key, known.default) for key, known in VERL_KEYS.items()}
+    own = {key: configuration.get(key, known.default) for key, known in VERL_KEYS.items()}
     actor = "actor_rollout_ref.actor"
-    in_loss = bool(found["algorithm.use_kl_loss"])
-    found["algorithm.disable_kl"] = not (in_loss or own["algorithm.use_kl_in_reward"])
+    in_loss = bool(values["algorithm.use_kl_loss"])
+    values["algorithm.disable_kl"] = not (in_loss or own["algorithm.use_kl_in_reward"])
     pairs = {"worker.actor.loss_avg_mode": f"{actor}.loss_agg_mode",
              "worker.actor.loss_type": f"{actor}.policy_loss.loss_mode"}  # fmt: skip
     if in_loss:
         pairs |= {"algorithm.kl_coef": f"{actor}.kl_loss_coef", "algorithm.kl_penalty": f"{actor}.kl_loss_type"}
     for key, name in pairs.items():
-        found[key], names[key] = _MODES.get(own[name], own[name]), name
-    return found, names
+        values[key], names[key] = _MODES.get(own[name], own[name]), name
+    return values, names

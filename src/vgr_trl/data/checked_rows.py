@@ -120,7 +120,7 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
     Raises:
         ConfigError: the row has a video, and PyAV is not installed.
     """
-    found: dict[str, Any] = dict.fromkeys((*EXAMINED, "right"))
+    examined: dict[str, Any] = dict.fromkeys((*EXAMINED, "right"))
     try:
         question = read_row(row, needs_answer=options.needs_solution)
         prompt = placed(question.conversation(options.system_prompt))
@@ -134,9 +134,9 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
         if options.boxes:
             refuse_bad_boxes(row, sizes)
     except DataError as error:
-        return found | {REASON: reason_of(error)}
+        return examined | {REASON: reason_of(error)}
     answer = {"choices": question.choices, "solution": question.answer, "right": question.right}
-    return found | {"prompt": prompt, SIZES: sizes} | answer
+    return examined | {"prompt": prompt, SIZES: sizes} | answer
 
 
 def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images") -> dict[str, Any]:
@@ -150,13 +150,13 @@ def ready_row(row: Mapping[str, Any], options: RowOptions, column: str = "images
     Raises:
         DataError: the row cannot be used; the message is the reason.
     """
-    found = examine_row(row, options)
-    if found[REASON] is not None:
-        raise DataError(found[REASON])
+    examined = examine_row(row, options)
+    if examined[REASON] is not None:
+        raise DataError(examined[REASON])
     ready = {name: value for name, value in row.items() if name not in OWN_COLUMNS}
-    ready |= {name: found[name] for name in ("choices", "solution") if found[name] is not None or name in row}
+    ready |= {name: examined[name] for name in ("choices", "solution") if examined[name] is not None or name in row}
     shown = {column: decoded_images(row, options, column)} | teacher_columns(row, options)
-    return ready | {"prompt": found["prompt"]} | shown
+    return ready | {"prompt": examined["prompt"]} | shown
 
 
 def decoded_images(row: Mapping[str, Any], options: RowOptions, column: str = "images") -> Any:
@@ -241,12 +241,12 @@ def _prepare_stream(
             return {PLACE: row[PLACE], REASON: reason_of(error)}
 
     def keeps(row: Mapping[str, Any]) -> bool:
-        found = SkippedRow(split, row[PLACE], row.get("id"), row[REASON])
-        name = found.row if found.id is None else (str(found.id), found.reason)  # places change with the files' order
-        if found.reason is not None and name not in reported:  # however often the stream is read
+        skip = SkippedRow(split, row[PLACE], row.get("id"), row[REASON])
+        name = skip.row if skip.id is None else (str(skip.id), skip.reason)  # places change with the files' order
+        if skip.reason is not None and name not in reported:  # however often the stream is read
             reported.add(name)
-            (on_skipped or warn)(found)
-        return found.reason is None
+            (on_skipped or warn)(skip)
+        return skip.reason is None
 
     def warn(row: SkippedRow) -> None:
         logger.warning(f"Skipped {split} row {row.row} of the stream: {row.reason}.")
@@ -270,12 +270,12 @@ def _prepare_dataset(
     own = {"choices", "solution"} & {*names} if has_conversations else set[str]()  # which only the user's rewards read
 
     def stored(row: Mapping[str, Any]) -> dict[str, Any]:
-        found = examine_row(row, rules) | dict.fromkeys(own)
-        texts = {name: None if found[name] is None else json.dumps(found[name]) for name in ("prompt", "solution")}
-        return {name: texts.get(name, found[name]) for name in EXAMINED}
+        read = examine_row(row, rules) | dict.fromkeys(own)
+        texts = {name: None if read[name] is None else json.dumps(read[name]) for name in ("prompt", "solution")}
+        return {name: texts.get(name, read[name]) for name in EXAMINED}
 
-    found = map_rows(dataset, stored, EXAMINED, rules, f"Reading rows ({split})", root=rules.root)
-    reasons = found[REASON][:]
+    examined = map_rows(dataset, stored, EXAMINED, rules, f"Reading rows ({split})", root=rules.root)
+    reasons = examined[REASON][:]
     skipped = skipped_rows(split, reasons, dataset["id"][:] if "id" in names else None)
     unreadable = [row for row in skipped if row.reason.startswith("solution is")]
     if len(unreadable) > LARGEST_SHARE * len(dataset):
@@ -284,12 +284,12 @@ def _prepare_dataset(
         problem = f"The answer in `{answer}` cannot be read in {many}, such as row {first.row}: {first.reason}"
         raise DataError(f"{problem}. Name the answer column with --solution_key.")
     made = [name for name in ("prompt", "choices", "solution", SIZES) if name not in own
-            if name in (*names, SIZES) or found.data.column(name).null_count < len(found)]  # fmt: skip
+            if name in (*names, SIZES) or examined.data.column(name).null_count < len(examined)]  # fmt: skip
     kept = [name for name in names if name not in {*EXAMINED, *DIALOGUES, UNREADABLE} - own]
     dataset = dataset.add_column(PLACE, range(len(dataset))).select_columns([*kept, PLACE])
     if not image_columns(dataset) and {*MEDIA} & {*kept}:
         dataset = dataset.add_column("images", [None] * len(dataset))  # the column that TRL looks for
-    dataset = concatenate_datasets([dataset, found.select_columns(made)], axis=1)
+    dataset = concatenate_datasets([dataset, examined.select_columns(made)], axis=1)
     if skipped:
         dataset = dataset.select([row for row, reason in enumerate(reasons) if reason is None])
     return dataset.with_transform(ShowRows(column, rules)), skipped
@@ -313,7 +313,7 @@ def shared_folder(rows: Any, keys: Keys) -> Path:
     names = {column: name for column, name in known_names(rows.column_names, keys).items() if name in MEDIA}
     rows = undecoded(rows.with_format(None).select_columns(list(names))).rename_columns(names)
     values = (value for row in rows for value in (*images_of(row), *videos_of(row)))
-    paths = (each.get("path") if isinstance(each, Mapping) and each.get("bytes") is None else each for each in values)
+    paths = (file.get("path") if isinstance(file, Mapping) and file.get("bytes") is None else file for file in values)
     texts = {path for path in paths if isinstance(path, str) and os.path.isabs(path)}
     folders = {os.path.dirname(path) for path in texts if not BASE64_IMAGE.fullmatch(path)}
     if not folders:
@@ -402,7 +402,7 @@ class ShowRows:
             rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
             ready[self.column] = [decoded_images(row, self.rules, self.column) for row in rows]
             further = [teacher_columns(row, self.rules) for row in rows]
-            ready |= {name: [each[name] for each in further] for name in further[0]}
+            ready |= {name: [columns[name] for columns in further] for name in further[0]}
         return ready
 
 
@@ -639,8 +639,8 @@ def _names_files(column: Any) -> bool:
 
 def _file_state(value: Any, folder: Path) -> tuple[int, int] | None:
     try:
-        found = os.stat(os.path.join(folder, value["path"] if isinstance(value, Mapping) else value))
-        return found.st_size, found.st_ctime_ns  # changes with the permissions too
+        state = os.stat(os.path.join(folder, value["path"] if isinstance(value, Mapping) else value))
+        return state.st_size, state.st_ctime_ns  # changes with the permissions too
     except (OSError, ValueError, TypeError):  # not the path of a file
         return None
 

@@ -102,11 +102,11 @@ def join_arxivqa(load: Callable[[str], Dataset]) -> Dataset:
             figures[str(row["query-id"])].add(place.get(str(row["corpus-id"])))
     names = [str(name) for name in queries["query-id"]]
     times = Counter(names)
-    found = [next(iter(figures[name])) if len(figures[name]) == times[name] == 1 else None for name in names]
+    places = [next(iter(figures[name])) if len(figures[name]) == times[name] == 1 else None for name in names]
     reason = "its query-id occurs twice, or it does not have exactly one figure in qrels and corpus"
-    queries = queries.add_column(UNREADABLE, [reason if number is None else None for number in found])
-    order = sorted(range(len(found)), key=lambda query: (found[query] is None, found[query]))
-    shown = corpus.select_columns(["image"]).select([found[query] or 0 for query in order])
+    queries = queries.add_column(UNREADABLE, [reason if number is None else None for number in places])
+    order = sorted(range(len(places)), key=lambda query: (places[query] is None, places[query]))
+    shown = corpus.select_columns(["image"]).select([places[query] or 0 for query in order])
     return concatenate_datasets([queries.select(order), shown], axis=1)
 
 
@@ -156,14 +156,14 @@ def load_converter(spec: str) -> Converter:
     if spec in CONVERTERS:
         return CONVERTERS[spec]
     rows = registries.datasets.load(spec)
-    return Converter(rows, **getattr(rows, "converter", {}))
+    return Converter(rows, **vars(rows).get("converter", {}))
 
 
 def read_ids(path: Path) -> frozenset[str]:
     """Return the ids in a file, a text with an id per line, or a JSON list."""
     text = path.read_text(encoding="utf-8-sig").strip()
-    found = json.loads(text) if text.startswith("[") else text.splitlines()
-    return frozenset(str(value).strip() for value in found) - {""}
+    ids = json.loads(text) if text.startswith("[") else text.splitlines()
+    return frozenset(str(value).strip() for value in ids) - {""}
 
 
 # Words that mean other options by their place or letter. Such options stay where they are, and so does a question that
@@ -207,7 +207,7 @@ def shuffle_choices(rows: Dataset, sides: Iterable[Sequence[int]], seed: int) ->
 
 
 def _right_options(solution: str, choices: Sequence[str]) -> list[int]:
-    """Return the numbers of the options that a converted row accepts, of which a letter is one and a list several."""
+    """Return the indices of the accepted options in a converted row: one for a letter, several for a list."""
     right = resolve_solution(solution, choices)
     return [int(answer.index or 0) for answer in (right, *right.others) if choices]
 
@@ -285,11 +285,11 @@ def convert_rows(rows: Dataset, rules: Rules, columns: Sequence[str], folder: st
         raise MissingIdsError(f"None of the ids is in {rules.file}: check the file of ids.")
     if rules.most is not None:  # the usable rows are counted, so one process gets all; only lists are divided
         workers, places = 0, tuple(places)
-    given = {"rows": undecoded(rows), "rules": rules, "columns": tuple(features), "places": places}
+    arguments = {"rows": undecoded(rows), "rules": rules, "columns": tuple(features), "places": places}
     options = {"cache_dir": str(folder), "fingerprint": rows._fingerprint, "num_proc": workers or None}
     with readable(rules.file, "the source"):
         try:
-            return cast("Dataset", Dataset.from_generator(_convert, features, gen_kwargs=given, **options))
+            return cast("Dataset", Dataset.from_generator(_convert, features, gen_kwargs=arguments, **options))
         except Exception as error:  # `datasets` hides Ctrl-C behind the time-out of its workers
             raise (hidden if isinstance(hidden := error.__context__, KeyboardInterrupt) else error) from error.__cause__
 
@@ -338,7 +338,7 @@ def to_schema(row: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
     assert right is not None
     solution = right.text if right.index is None else LETTERS[right.index]
     if right.others:
-        solution = json.dumps([each.text for each in (right, *right.others)], ensure_ascii=False)
+        solution = json.dumps([answer.text for answer in (right, *right.others)], ensure_ascii=False)
     if right.index is not None:
         resolve_solution(solution, right.choices or None)  # beside the options, its letter may be ambiguous
     return {
@@ -521,8 +521,8 @@ def train_test_split(
         content = shown or ["\0".join(texts_of(row["prompt"][-1:])).encode()]
         return {DIGESTS: [hashlib.sha256(data).hexdigest() for data in content]}
 
-    found = list(map_rows(stored, examine, features, None, "Comparing images", root=root)[DIGESTS])
-    train, test = split_by_image(found, min(TEST_SHARE, (most or len(found)) / len(found)), seed)
+    digests = list(map_rows(stored, examine, features, None, "Comparing images", root=root)[DIGESTS])
+    train, test = split_by_image(digests, min(TEST_SHARE, (most or len(digests)) / len(digests)), seed)
     return dataset.select(train), dataset.select(test[:most])
 
 

@@ -187,8 +187,8 @@ def _has_its_end(file: BinaryIO, kind: str) -> bool:
 def _require_size(size: Size, kind: str = "image") -> None:
     limit = Image.MAX_IMAGE_PIXELS
     if min(size) == 0 or max(size) >= MOST_ELONGATED * min(size) or (limit and size[0] * size[1] > limit):
-        found = f"{kind} has size {size[0]}x{size[1]}"
-        raise DataError(f"{found}: give 1 to {limit} pixels, with an aspect ratio below {MOST_ELONGATED}")
+        problem = f"{kind} has size {size[0]}x{size[1]}"
+        raise DataError(f"{problem}: give 1 to {limit} pixels, with an aspect ratio below {MOST_ELONGATED}")
 
 
 @contextmanager
@@ -252,8 +252,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         low, high = float(values.min()), float(values.max())
         full = {"F": 1 if high <= 1 else 255, "I": 255 if high < 256 else 65535}.get(image.mode, 65535)
         if not 0 <= low <= high <= full:
-            found = f"image has mode {image.mode} and values from {low:g} to {high:g}"
-            raise DataError(f"{found}: they must be 0 to {full}")
+            problem = f"image has mode {image.mode} and values from {low:g} to {high:g}"
+            raise DataError(f"{problem}: they must be 0 to {full}")
         image = Image.fromarray((values * (255 / full) + 0.5).astype(numpy.uint8))
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
@@ -327,11 +327,11 @@ def frames_of(row: Mapping[str, Any], fps: float, most: int, root: Path = Path()
         ConfigError: PyAV is not installed.
         DataError: a video cannot be read, or there are too many frames; the message is the reason.
     """
-    found = list(islice((frame for value in videos_of(row) for frame in _sampled(value, fps, root)), most + 1))
-    if len(found) > most:
+    frames = list(islice((frame for value in videos_of(row) for frame in _sampled(value, fps, root)), most + 1))
+    if len(frames) > most:
         limit = f"max_video_frames={most} frames at video_fps={fps:g}"
         raise DataError(f"its videos have more than {limit}: lower video_fps, or raise max_video_frames")
-    return found
+    return frames
 
 
 def _sampled(value: Any, fps: float, root: Path) -> Iterator[Image.Image]:
@@ -395,10 +395,10 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
     if column == "regions":
         boxes = numpy.hstack([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]])
         boxes = boxes / [*size, *size] if boxes.size and boxes.max() > 1.001 else boxes
-    for given, (left, top, right, bottom) in zip(stated.reshape(-1, 4).tolist(), boxes.tolist(), strict=True):
+    for numbers, (left, top, right, bottom) in zip(stated.reshape(-1, 4).tolist(), boxes.tolist(), strict=True):
         if not (-1e-3 <= left < right <= 1.001 and -1e-3 <= top < bottom <= 1.001):
             form = BOX_COLUMNS[column].format(*size)
-            raise DataError(f"{name} has the box {given} in its column {column}: give {form}.")
+            raise DataError(f"{name} has the box {numbers} in its column {column}: give {form}.")
     return [(left, top, right, bottom) for left, top, right, bottom in boxes.tolist()]
 
 

@@ -106,18 +106,18 @@ def summarise(
         lengths: measures the prompt; None: it is not measured.
         hashes: whether to hash the image files.
     """
-    found = examine_row(row, options)
-    about: dict[str, Any] = dict.fromkeys(SUMMARY) | {REASON: found[REASON], SIZES: found[SIZES]}
+    examined = examine_row(row, options)
+    about: dict[str, Any] = dict.fromkeys(SUMMARY) | {REASON: examined[REASON], SIZES: examined[SIZES]}
     about |= {"id": None if row.get("id") is None else str(row["id"]), "source": str(row.get("source") or "not stated")}
     try:
-        if found[REASON] is None and lengths is not None:
-            about["length"] = lengths(found)
-            about["tokens"] = [lengths.image_tokens([size]) + 1 for size in found[SIZES]]
+        if examined[REASON] is None and lengths is not None:
+            about["length"] = lengths(examined)
+            about["tokens"] = [lengths.image_tokens([size]) + 1 for size in examined[SIZES]]
     except DataError as error:
         about[REASON] = reason_of(error)
-    if (right := found["right"]) is not None:
+    if (right := examined["right"]) is not None:
         about["choices"] = list(right.choices) or None
-        about["solution"] = LETTERS[right.index] if right.choices else str(found["solution"])
+        about["solution"] = LETTERS[right.index] if right.choices else str(examined["solution"])
     if hashes and about[REASON] is None:
         files = [image_bytes(value, folder_of(row, options.root)) for value in images_of(row)]
         about["digests"] = [*{xxhash.xxh3_128_hexdigest(data) for data in files}]
@@ -162,29 +162,29 @@ def inspect_rows(
         names, title = known_names(rows.column_names, keys), f"Reading rows ({split})"
         rows, keys = rows.select_columns(list(names)).rename_columns(names), KEYS
         key, in_parallel = [options, hashes, lengths and lengths.key], not (lengths and lengths.needs_pixels)
-        found = map_rows(rows, examine, SUMMARY, key, title, root=options.root, in_parallel=in_parallel)
+        summaries = map_rows(rows, examine, SUMMARY, key, title, root=options.root, in_parallel=in_parallel)
     else:
         stream = map(examine, rows)
         parts = iter(lambda: list(islice(stream, STREAMED)), [])
-        found = concatenate_datasets([Dataset.from_list(part, features=SUMMARY) for part in parts])
-    usable = [place for place, reason in enumerate(found[REASON][:]) if reason is None]
-    reasons = enumerate(zip(found["id"][:], found[REASON][:], strict=True))
+        summaries = concatenate_datasets([Dataset.from_list(part, features=SUMMARY) for part in parts])
+    usable = [place for place, reason in enumerate(summaries[REASON][:]) if reason is None]
+    reasons = enumerate(zip(summaries["id"][:], summaries[REASON][:], strict=True))
     skipped = [SkippedRow(split, place, name, reason) for place, (name, reason) in reasons if reason is not None]
     drawn = sorted(Random(seed).sample(usable, min(samples, len(usable))))
     picked = rows.select(drawn) if isinstance(rows, Dataset) else (row for n, row in enumerate(rows) if n in drawn)
     pairs = zip(drawn, picked, strict=False)
-    shown = [show_row(renamed_row(row, keys), options, {**found[place], "row": place}) for place, row in pairs]
-    digests = Counter(digest for of_row in found["digests"][:] for digest in of_row or ())
-    text = _describe(split, found, skipped, (limit // 2, limit, 2 * limit) if limit else LIMITS)
-    return Findings(len(found), len(usable), skipped, digests, list(filter(None, shown)), text)
+    shown = [show_row(renamed_row(row, keys), options, {**summaries[place], "row": place}) for place, row in pairs]
+    digests = Counter(digest for of_row in summaries["digests"][:] for digest in of_row or ())
+    text = _describe(split, summaries, skipped, (limit // 2, limit, 2 * limit) if limit else LIMITS)
+    return Findings(len(summaries), len(usable), skipped, digests, list(filter(None, shown)), text)
 
 
-def _describe(split: str, found: Dataset, skipped: Sequence[SkippedRow], limits: Sequence[int]) -> str:
+def _describe(split: str, summaries: Dataset, skipped: Sequence[SkippedRow], limits: Sequence[int]) -> str:
     """Return the report on a split: tables, the first three skipped rows of each kind, rows above the limits.
 
     Args:
         split: name of the split.
-        found: columns of `SUMMARY`.
+        summaries: columns of `SUMMARY`.
         skipped: unusable rows.
         limits: values of `max_prompt_length`, in tokens.
     """
@@ -196,9 +196,9 @@ def _describe(split: str, found: Dataset, skipped: Sequence[SkippedRow], limits:
     unreadable = sum(row.reason.startswith("solution is") for row in skipped)
     bad = f"{len(skipped):,} unusable" if skipped else "all usable"
     bad += f"; {unreadable:,} because of an unreadable answer" if unreadable else ""
-    summary = report(found.remove_columns("digests"))
-    text = [f"{split}: {len(found):,} rows, {bad}.", summary, *chain(*examples.values()), ""]
-    measured = [length for length in found["length"][:] if length is not None]
+    summary = report(summaries.remove_columns("digests"))
+    text = [f"{split}: {len(summaries):,} rows, {bad}.", summary, *chain(*examples.values()), ""]
+    measured = [length for length in summaries["length"][:] if length is not None]
     for limit in limits if measured else ():
         longer = sum(length > limit for length in measured)
         text.append(f"max_prompt_length={limit} skips {longer:,} rows ({longer / len(measured):.1%}).")

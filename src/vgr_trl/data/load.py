@@ -79,11 +79,11 @@ def load_split(
         ConfigError: not exactly one source is given, or `data_files` is malformed.
         DataError: the source or the split does not exist, cannot be read, or is empty.
     """
-    given = {"dataset_name": dataset_name, "dataset_path": dataset_path, "data_files": data_files}
-    names = [name for name, value in given.items() if value]
+    sources = {"dataset_name": dataset_name, "dataset_path": dataset_path, "data_files": data_files}
+    names = [name for name, value in sources.items() if value]
     if len(names) != 1:
-        raise ConfigError(f"Give one of {', '.join(given)}; given: {' and '.join(names) or 'none'}.")
-    source: Any = given[names[0]]
+        raise ConfigError(f"Give one of {', '.join(sources)}; given: {' and '.join(names) or 'none'}.")
+    source: Any = sources[names[0]]
     with readable(source, names[0], only_reads=True):
         if dataset_path and not Path(dataset_path).is_dir():
             raise DataError(f"dataset_path is {dataset_path}, which is not a folder; for single files use data_files.")
@@ -137,33 +137,33 @@ def _find_splits(source: str, config: str | None, streaming: bool) -> Mapping[st
             if len({*map(_kind, files)}) > 1:  # JSON may describe the other files
                 files = [file for file in files if file.suffix.lower() != ".json"]
             if len({*map(_kind, files)}) > 1:
-                found = " and ".join(map(str, files))[:500]
-                raise DataError(f"{found} are of different kinds: give the files to read as data_files.")
+                paths = " and ".join(map(str, files))[:500]
+                raise DataError(f"{paths} are of different kinds: give the files to read as data_files.")
             return splits_of(files, folder)
     return cast("Mapping[str, Any]", load_dataset(source, name=config, streaming=streaming))
 
 
-def _read(found: Any, streaming: bool, with_folders: bool = True, check: Check = None) -> Any:
+def _read(rows_or_files: Any, streaming: bool, with_folders: bool = True, check: Check = None) -> Any:
     """Return the rows of a split that `_find_splits` found."""
-    if not isinstance(found, list):
-        return _checked(found)
-    for path in found:
+    if not isinstance(rows_or_files, list):
+        return _checked(rows_or_files)
+    for path in rows_or_files:
         if path.suffix.lower() not in BUILDERS or not path.is_file() or not path.stat().st_size:
             raise DataError(f"The file {path} does not exist, is empty, or is none of {', '.join(BUILDERS)}.")
-    with_folders = with_folders and len({path.absolute().parent for path in found}) > 1
+    with_folders = with_folders and len({path.absolute().parent for path in rows_or_files}) > 1
 
     def group(path: Path) -> tuple[str, str | None]:
         return _kind(path), str(path.absolute().parent) if with_folders and _kind(path) != "text" else None
 
     tables = list[Any]()
-    for (kind, folder), members in groupby(found, group):
+    for (kind, folder), members in groupby(rows_or_files, group):
         paths = tuple(members)
         for path in paths if kind == "text" else paths[:1]:  # `datasets` wants the same columns in the others
-            if check is not None and len(found) > 1:
+            if check is not None and len(rows_or_files) > 1:
                 check(undecoded(_read([path], streaming=True)), path.name)
         if kind == "text":
-            given: dict[str, Any] = {"paths": paths, "with_folders": with_folders}
-            tables.append(IterableDataset.from_generator(_rows, gen_kwargs=given) if streaming else _table_of(**given))
+            args: dict[str, Any] = {"paths": paths, "with_folders": with_folders}
+            tables.append(IterableDataset.from_generator(_rows, gen_kwargs=args) if streaming else _table_of(**args))
             continue
         options = dict[str, Any]()
         if kind == "parquet":  # written sets have checksums: a changed byte would be another row
@@ -186,30 +186,30 @@ def _checked(rows: Any) -> Any:
             mixed = f"The column `{name}` mixes texts and numbers, which would all become numbers"
             raise DataError(f"{mixed}: give the JSONL files with data_files, or write the column as texts.")
     rows = rows.remove_columns([FOLDER]) if FOLDER in (rows.column_names or ()) else rows
-    types = {name: each for name, each in (rows.features or {}).items() if name in (*DIALOGUES, "prompt", REWARD_MODEL)}
+    types = {name: kind for name, kind in (rows.features or {}).items() if name in (*DIALOGUES, "prompt", REWARD_MODEL)}
     return rows.map(lift_nested) if re.search("'(image|ground_truth)'", str(types)) else rows
 
 
 def lift_nested(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return columns for values inside others: images in parts of messages (Qwen, unsloth) and verl's ground truth."""
-    found, model = dict[str, Any](), row.get(REWARD_MODEL)
+    lifted, model = dict[str, Any](), row.get(REWARD_MODEL)
     if isinstance(model, Mapping) and model.get("ground_truth") is not None:
-        found[f"{REWARD_MODEL}.ground_truth"] = model["ground_truth"]
+        lifted[f"{REWARD_MODEL}.ground_truth"] = model["ground_truth"]
     name = next((name for name in ("prompt", *DIALOGUES) if isinstance(row.get(name), list)), None)
     if name is None or any(row.get(column) is not None for column in MEDIA):
-        return found
+        return lifted
     images, turns = list[Any](), list[Any]()
     for turn in row[name]:
         parts = turn.get("content") if isinstance(turn, Mapping) else None
         if isinstance(parts, list):
             kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
             if not {*kinds} <= {"image", "text"}:
-                return found
+                return lifted
             images += [part["image"] for part in parts if part["type"] == "image" and part.get("image") is not None]
             texts = [PLACEHOLDER if part["type"] == "image" else str(part.get("text") or "") for part in parts]
             turn = {**turn, "content": "".join(texts)}
         turns.append(turn)
-    return {**found, name: turns, "images": images} if images else found
+    return {**lifted, name: turns, "images": images} if images else lifted
 
 
 # Where data lie
@@ -248,12 +248,12 @@ def splits_of(files: Sequence[Path], folder: Path) -> Files:
 
     `datasets` would put `train_val_split_train.jsonl` into two splits.
     """
-    found: Files = {}
+    splits: Files = {}
     for file in files:
         words = re.split(r"[^a-z]+", str(file.relative_to(folder)).lower())
         for word in [word for word in words if word in MEANT][-1:]:
-            found.setdefault(MEANT[word], []).append(file)
-    return found or {"train": list(files)}
+            splits.setdefault(MEANT[word], []).append(file)
+    return splits or {"train": list(files)}
 
 
 def row_files(folder: Path) -> list[Path]:
@@ -276,8 +276,8 @@ def _has_card_with_files(folder: Path, config: str | None) -> bool:
         return False
     if "://" in str(configs):
         raise DataError(f"The data set card in {folder} names a URL: only files in the folder are read.")
-    found = load_dataset_builder(str(folder), name=config).config.data_files or {}
-    for file in (file for files in found.values() for file in files):
+    named = load_dataset_builder(str(folder), name=config).config.data_files or {}
+    for file in (file for files in named.values() for file in files):
         try:
             path_within(folder.absolute(), file)
         except DataError as error:
@@ -330,23 +330,23 @@ def _table_of(paths: tuple[Path, ...], with_folders: bool) -> Dataset:
     if not kinds:
         raise DataError(f"{' and '.join(map(str, paths))} has no rows: give a file with at least one.")
     features = Features()
-    for name, found in kinds.items():
-        one, *others = found - {type(None)} or {str}
+    for name, types in kinds.items():
+        one, *others = types - {type(None)} or {str}
         features[name] = Json() if others or one not in FEATURES else FEATURES[one]
     # Size and time, so that the cache of an older file is not found. Tuples: lists would be taken for shards.
-    given = {
+    arguments = {
         "paths": tuple(path.absolute() for path in paths),
         "with_folders": with_folders,
         "mixed": tuple(name for name, feature in features.items() if isinstance(feature, Json)),
         "states": tuple((path.stat().st_size, path.stat().st_mtime_ns) for path in paths),
     }
-    return cast("Dataset", Dataset.from_generator(_rows, features=features, gen_kwargs=given))
+    return cast("Dataset", Dataset.from_generator(_rows, features=features, gen_kwargs=arguments))
 
 
 def _rows(
     paths: Sequence[Path], with_folders: bool, mixed: Sequence[str] = (), states: Any = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of files, with columns of `mixed` as JSON, and with the reason of a broken row in `UNREADABLE`."""
+    """Yield the rows of files; `mixed` columns become JSON, a broken row its reason in `UNREADABLE`."""
     for path in paths:
         try:
             for row in _csv(path) if path.suffix.lower() == ".csv" else _json(path):

@@ -80,11 +80,11 @@ def require_placeholders(conversation: Messages, images: int, has_videos: bool =
         images: number of images of the row.
         has_videos: whether the row has videos, beside which no placeholder is accepted.
     """
-    found = sum(part.get("type") == "image" for part in _parts_of(placed(conversation)))
-    if found and has_videos:
+    count = sum(part.get("type") == "image" for part in _parts_of(placed(conversation)))
+    if count and has_videos:
         raise DataError("its prompt has <image> beside a video, whose frames come first: remove the placeholders")
-    if found and found != images:
-        raise DataError(f"its prompt has {found} <image> placeholders, but there are {images} images")
+    if count and count != images:
+        raise DataError(f"its prompt has {count} <image> placeholders, but there are {images} images")
 
 
 def drop_video_placeholders(conversation: Messages) -> list[dict[str, Any]]:
@@ -201,10 +201,10 @@ def special_tokens(processor: Any) -> re.Pattern[str] | None:
     tokenizer = getattr(processor, "tokenizer", processor)
     texts = [str(tokenizer.chat_template), *(text for text in vars(processor).values() if isinstance(text, str))]
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    found = {token.content for token in added if token.special and token.content in "\n".join(texts)}
-    found |= {*tokenizer.special_tokens_map.values()}
-    found |= {str(getattr(processor, f"{kind}_token", None) or "") for kind in ("image", "video", "audio")}
-    longest_first = sorted(found - {""}, key=lambda token: (-len(token), token))
+    tokens = {token.content for token in added if token.special and token.content in "\n".join(texts)}
+    tokens |= {*tokenizer.special_tokens_map.values()}
+    tokens |= {str(getattr(processor, f"{kind}_token", None) or "") for kind in ("image", "video", "audio")}
+    longest_first = sorted(tokens - {""}, key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
@@ -214,15 +214,15 @@ def refuse_special_tokens(special: re.Pattern[str] | None, conversation: Message
     Args:
         special: finds special tokens.
         conversation: the prompt.
-        context: what the column `privileged_context` adds to it for a teacher, a text without placeholders.
+        context: text of the column `privileged_context` for a teacher, without placeholders.
     """
     told = context or ""
     if not isinstance(told, str) or len(told) > LONGEST_CONTEXT or PLACEHOLDER in told:
         accepted = f"up to {LONGEST_CONTEXT} characters without {PLACEHOLDER}"
         raise DataError(f"its privileged_context is {context!r:.80}: give {accepted}")
     for text in (told, *texts_of(placed(conversation))):
-        if special is not None and (found := special.search(text)):
-            token = f"{found[0]!r}, which the model's tokenizer reads as a special token"
+        if special is not None and (match := special.search(text)):
+            token = f"{match[0]!r}, which the model's tokenizer reads as a special token"
             raise DataError(f"its text has {token}: remove it, and give messages without a chat template applied")
 
 
@@ -270,7 +270,7 @@ class PromptLengths:
     @property
     def key(self) -> str:
         """A hash of the processor and the template, on which lengths depend besides the rows."""
-        images = getattr(self.processor, "image_processor", None)
+        images = vars(self.processor).get("image_processor")
         about = [type(self.processor).__name__, self.tokenizer.get_vocab(), images and images.to_dict()]
         about += [self.processor.chat_template, self.tokenizer.chat_template]
         return str(Hasher.hash([json.dumps(about, sort_keys=True, default=str), self.template]))
@@ -321,11 +321,11 @@ class PromptLengths:
     def _counted(self, sizes: Sequence[Size]) -> int:
         for width, height in {*sizes} - self._by_size.keys():
             if hasattr(self.processor, "_get_num_multimodal_tokens"):
-                found = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)]).num_image_tokens[0]
+                count = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)]).num_image_tokens[0]
             else:  # PaddleOCR-VL and relatives of Qwen2-VL
                 images = self.processor.image_processor
-                found = images.get_number_of_image_patches(height, width, {}) // images.merge_size**2
-            self._by_size[width, height] = int(found)
+                count = images.get_number_of_image_patches(height, width, {}) // images.merge_size**2
+            self._by_size[width, height] = int(count)
         return sum(self._by_size[size] for size in sizes)
 
     def _processor_count(self, prompt: Any, images: Sequence[Image.Image]) -> int:

@@ -256,7 +256,7 @@ def _answer_of(row: Mapping[str, Any], options: Sequence[str] | None) -> Any:
         answer = int(answer) if isinstance(answer, str) and answer.strip().isdecimal() else answer
         return answer if options else resolve_solution(None, None, answer).text
     if isinstance(answer, list):  # VQA has a mapping for each annotator
-        return [each.get("answer") if isinstance(each, Mapping) else each for each in answer]
+        return [item.get("answer") if isinstance(item, Mapping) else item for item in answer]
     is_number = isinstance(answer, int) and not isinstance(answer, bool)
     if is_number and options and str(answer) in options and str(answer) not in options[answer : answer + 1]:
         raise DataError(f"its {name} is the number {answer}, which could be an option's text or an index")
@@ -270,27 +270,27 @@ def _to_python(value: Any) -> Any:
 
 def list_of(value: Any, name: str) -> list[Any]:
     """Return a list, also from its text in Python's or JSON's notation, or raise `DataError` for another value."""
-    found = _to_python(value)
+    items = _to_python(value)
     for parse in (ast.literal_eval, json.loads) if isinstance(value, str) else ():
         try:
             with warnings.catch_warnings(action="ignore"):  # of backslashes that escape nothing, which stay as they are
-                found = parse(value.strip())
+                items = parse(value.strip())
                 break
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             continue
-    if isinstance(found, Mapping):
-        texts, labels = found.get("text"), found.get("label")  # ARC's lists
+    if isinstance(items, Mapping):
+        texts, labels = items.get("text"), items.get("label")  # ARC's lists
         if isinstance(texts, list) and isinstance(labels, list) and len(texts) == len(labels):
-            found = [{"label": label, "text": text} for label, text in zip(labels, texts, strict=True)]
+            items = [{"label": label, "text": text} for label, text in zip(labels, texts, strict=True)]
         else:
-            found = [found[letter] for letter in sorted(found) if found[letter] is not None]
-    if isinstance(found, list) and found and all(isinstance(item, Mapping) and "text" in item for item in found):
-        found = _join_labels(found)
-    if not isinstance(found, list | tuple):
+            items = [items[letter] for letter in sorted(items) if items[letter] is not None]
+    if isinstance(items, list) and items and all(isinstance(item, Mapping) and "text" in item for item in items):
+        items = _join_labels(items)
+    if not isinstance(items, list | tuple):
         raise DataError(f"its {name} is {value!r:.80}: it must be a list, or the text of one")
-    if isinstance(value, str) and any(isinstance(item, str) and _MISREAD.search(item) for item in found):
+    if isinstance(value, str) and any(isinstance(item, str) and _MISREAD.search(item) for item in items):
         raise DataError(f"its {name} is {value!r:.80}: its backslashes became control characters")
-    return list(found)
+    return list(items)
 
 
 def _join_labels(options: list[Mapping[str, Any]]) -> list[str]:
@@ -311,7 +311,7 @@ def column_names(dataset: Any) -> Sequence[str] | None:
 
 
 def image_columns(dataset: Any) -> list[str]:
-    """Return the columns from which TRL takes images, of a stream without known columns those of its first row."""
+    """Return the columns from which TRL takes images; a stream without known columns is asked for its first row."""
     names: Any = column_names(dataset) or next(iter(dataset), {})
     return [name for name in IMAGE_COLUMNS if name in names]
 
@@ -322,9 +322,9 @@ def image_column(features: Mapping[str, Any] | None, keys: Keys) -> str:
     TRL looks at the first row of a batch only.
     """
     names = known_names(features or (), keys)
-    found = [column for column, name in names.items() if name in MEDIA]
-    is_one = [names[column] for column in found] == ["image"]
-    return "image" if is_one and features and not isinstance(features[found[0]], List | Json) else "images"
+    columns = [column for column, name in names.items() if name in MEDIA]
+    is_one = [names[column] for column in columns] == ["image"]
+    return "image" if is_one and features and not isinstance(features[columns[0]], List | Json) else "images"
 
 
 def undecoded(dataset: Any) -> Any:
@@ -388,8 +388,8 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     answer = value_of(row, *keys["solution"])
     has_answer = has(*keys["solution"]) or (has(*keys["choices"]) and has("label"))
     is_dialogue = any(isinstance(row.get(name), list) for name in DIALOGUES)
-    given = {name: own[0] for name, own in keys.items() if own not in ((), KEYS[name])}
-    missing = next((f"{name}_key is {own}" for name, own in given.items() if not has(own)), None)
+    stated = {name: own[0] for name, own in keys.items() if own not in ((), KEYS[name])}
+    missing = next((f"{name}_key is {own}" for name, own in stated.items() if not has(own)), None)
     features = rows.features or {}
     image = next((name for name in names if is_media(features.get(name)) or _is_image_file(row[name])), None)
     choices = next((name for name in names if _looks_like_options(row[name], answer)), None)
@@ -414,7 +414,7 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
 
 
 def _looks_like_options(value: Any, answer: Any) -> bool:
-    """Whether a value is a list of different texts, of which the answer could be the index, from 0 or from 1."""
+    """Whether a value is a list of different texts that the answer could index, from 0 or from 1."""
     try:
         texts = list_of(value, "options")
     except DataError:

@@ -88,7 +88,7 @@ def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mappin
     if entropy and divergence and perturbed and divergence.now < 2 * min(divergence.lowest, 0.0):
         ratio = known.get("clip_ratio/high_mean") or known.get("cispo_clip_ratio")
         rising = [entropy, perturbed, *([ratio] if ratio and ratio.highest + ratio.now > 0 else [])]
-        if all(each.now > each.highest for each in rising):  # as in PAPO (https://huggingface.co/papers/2507.06448)
+        if all(rise.now > rise.highest for rise in rising):  # as in PAPO (https://huggingface.co/papers/2507.06448)
             seen = f"the perception loss fell from {divergence.lowest:.3g} to {divergence.now:.3g} while entropies rose"
             remedies = ("a lower perception_loss_weight", "higher weights for both entropy terms")
             signs.append(CollapseSign("perception", seen, remedies))
@@ -100,7 +100,7 @@ def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mappin
 
 def collapse_sentence(signs: Sequence[CollapseSign], step: int) -> str:
     """Return the warning that names the signs, the step to go back to, and the remedies."""
-    remedies, before = dict.fromkeys(each for sign in signs for each in sign.remedies), max(step - 2 * WINDOW_STEPS, 0)
+    remedies, before = dict.fromkeys(cure for sign in signs for cure in sign.remedies), max(step - 2 * WINDOW_STEPS, 0)
     seen = f"{', '.join(sign.seen for sign in signs)} (means of {WINDOW_STEPS} steps)"
     cure = f"go back to a checkpoint before step {before} and try {', or '.join(remedies)}"
     return f"The run shows signs of collapse at step {step}: {seen}; {cure}."
@@ -116,15 +116,15 @@ def first_signs(logs: Iterable[tuple[int, Mapping[str, float | None]]]) -> list[
     """
     histories: dict[str, MetricHistory] = defaultdict(MetricHistory)
     weights: dict[str, float] = {}
-    found: dict[str, tuple[int, str]] = {}
+    signs: dict[str, tuple[int, str]] = {}
     for step, values in logs:
         for name, value in values.items():
             if value is None or not math.isfinite(value):
                 if name in ("loss", "grad_norm"):
-                    found.setdefault(name, (step, f"{name} is not finite"))
+                    signs.setdefault(name, (step, f"{name} is not finite"))
             elif name == "engine/distance" and value > ENGINE_BOUND:
                 seen = f"log-probabilities of the engine are {value:.3g} nats from the trainer's"
-                found.setdefault(name, (step, seen))
+                signs.setdefault(name, (step, seen))
             elif name.startswith("reward_weights/"):
                 weights[name.removeprefix("reward_weights/")] = value
             elif name.startswith(WATCHED):
@@ -132,8 +132,8 @@ def first_signs(logs: Iterable[tuple[int, Mapping[str, float | None]]]) -> list[
                 if name.startswith("rewards/"):
                     weights.setdefault(name.split("/")[1], 1.0)
         for sign in find_collapse(histories, weights):
-            found.setdefault(sign.kind, (step, sign.seen))
-    return sorted(found.values())
+            signs.setdefault(sign.kind, (step, sign.seen))
+    return sorted(signs.values())
 
 
 class CollapseWatch(TrainerCallback):

@@ -114,17 +114,17 @@ class StepMetrics:
         counts["phi"], counts["weighed"] = self._sum_phi(inputs, log_ratio, mask, loss_mask) if is_vespo else (0, 0)
         local = torch.stack([torch.as_tensor(count, device=logps.device).float() for count in counts.values()])
         totals = self._accelerator.reduce(local, reduction="sum").tolist()
-        found = dict(zip(counts, totals, strict=True))
-        self._sums.update(found)
-        valid, scored = found["valid"], found["scored"]
+        total = dict(zip(counts, totals, strict=True))
+        self._sums.update(total)
+        valid, scored = total["valid"], total["scored"]
         for name in self._means if scored != valid else ():
             if values := trl_metrics.get(name):
                 values[-1] = values[-1] * valid / scored if scored else math.nan
         if values := trl_metrics.get(_PHI):
-            values[-1] = found["phi"] / found["weighed"] if found["weighed"] else math.nan
-        for name, each in self._tokens.items():
-            each.append(found[name])
-        return {"approx_kl": found["kl"] / scored if scored else math.nan}
+            values[-1] = total["phi"] / total["weighed"] if total["weighed"] else math.nan
+        for name, tokens in self._tokens.items():
+            tokens.append(total[name])
+        return {"approx_kl": total["kl"] / scored if scored else math.nan}
 
     def merge(self, metrics: MutableMapping[str, list[float]]) -> None:
         """Merge the values of the micro-batches into one mean each, before they are logged."""

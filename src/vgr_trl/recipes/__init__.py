@@ -137,8 +137,8 @@ def drop_displaced(options: Mapping[str, Any], stated: Collection[str]) -> dict[
 
 
 def _template_rewards() -> list[dict[str, Any]]:
-    given = {"name": "", "tiny": "", "generation": ""}
-    texts = [file.read_text(encoding="utf-8").format(**given) for file in TEMPLATES.glob("*.yaml")]
+    blanks = {"name": "", "tiny": "", "generation": ""}
+    texts = [file.read_text(encoding="utf-8").format(**blanks) for file in TEMPLATES.glob("*.yaml")]
     return [{name: values[name] for name in REWARDS} for values in map(yaml.safe_load, texts)]
 
 
@@ -181,7 +181,7 @@ def naming_yaml_errors(what: str) -> Iterator[None]:
 
 
 def read_options(file: Path, what: str) -> dict[str, Any]:
-    """Return the options of a YAML file; `what` names it in messages.
+    """Return the options in a YAML file; messages call the file `what`.
 
     Raises:
         ConfigError: the file cannot be read, or is not a mapping.

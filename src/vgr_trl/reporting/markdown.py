@@ -28,7 +28,7 @@ _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")  # characters that CommonMark al
 
 @dataclass
 class Summary:
-    """Summary of a rollout batch, of which a record shows a few completions.
+    """Numbers about a whole rollout batch; its record shows a few completions.
 
     Attributes:
         completions: number over all processes.
@@ -120,7 +120,7 @@ def load_sections() -> Any:
     """Return the macros of `sections.md`: `rollouts`, `attention`, `token_weights`, `training_signal`."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     filters = (code_block, json_block, escape_inline, preview, format_number, weight_share)
-    environment.filters |= {each.__name__: each for each in filters}
+    environment.filters |= {function.__name__: function for function in filters}
     source = Path(__file__).with_name("sections.md").read_text(encoding="utf-8")
     return environment.from_string(source, {"verdicts": VERDICTS, "zip": zip}).module
 
@@ -152,7 +152,7 @@ TAGS = ("dapo", "vgr_trl")
 TRL_PAPER = dict(zip(("title", "id", "citation"), PAPERS[DAPO], strict=True))  # in the form that TRL expects
 # Groups of options that do not change the method.
 _OTHER_GROUPS = (ReportOptions, EvaluateOptions, EfficiencyOptions, GRPOConfig)
-METHOD_OPTIONS = {each.name for group in DAPOConfig.__bases__ if group not in _OTHER_GROUPS for each in fields(group)}
+METHOD_OPTIONS = {field.name for group in DAPOConfig.__bases__ if group not in _OTHER_GROUPS for field in fields(group)}
 METHOD_OPTIONS |= {"early_reward_weights", "vgr_hard_negative", "attention_reward_scale"}
 
 

@@ -102,13 +102,13 @@ def to_pandas(run: str | Path | Run) -> pd.DataFrame:
         run: as `read_run` returns it, or its `output_dir`.
     """
     run = run if isinstance(run, Run) else read_run(run)
-    found = [
+    tables = [
         pd.DataFrame({"step": record.step, "mode": record.mode, "completion": number, **_token_columns(completion)})
         for record in run.records()
         for number, completion in enumerate(record.completions)
         if completion.tokens
     ]
-    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
 def _token_columns(completion: Completion) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _token_columns(completion: Completion) -> dict[str, Any]:
 
 
 def export_run(run: Path, output: Path) -> int:
-    """Write `to_pandas` of a run as CSV or Parquet, by the ending of `output`; return the number of rows.
+    """Write the table of `to_pandas` as CSV or Parquet, by the ending of `output`; return the number of rows.
 
     CSV is for terminals and spreadsheets: text is `printable`, and an apostrophe is put before what would be a formula.
 

@@ -116,26 +116,26 @@ def build_pages(
         max_bytes: maximum size of everything, compressed.
         names: names of the runs, in order; None: as recorded.
     """
-    found: list[tuple[Page, Path, AddCompletions]] = []
+    sources: list[tuple[Page, Path, AddCompletions]] = []
     for name, path in zip(names or [""] * len(paths), paths, strict=True):
         if path.is_file():
             for model, (scores, answers) in read_evaluations(path).items():
                 shown = ": ".join(filter(None, (name or path.stem, model)))
-                found.append((make_page(shown, {}, scores), path, partial(add_answers, answers)))
+                sources.append((make_page(shown, {}, scores), path, partial(add_answers, answers)))
         else:
             run = read_run(path)
             about = {"setup": read_setup(run), "compared": read_comparison(run.folder.parent)}
             page = make_page(name or run.name, run.description) | about
             add_curves(page, run.folder)
-            found.append((page, run.folder.parent, partial(add_records, run)))
-    pages = [page for page, _, _ in found]
+            sources.append((page, run.folder.parent, partial(add_records, run)))
+    pages = [page for page, _, _ in sources]
     named = [page["name"] for page in pages]
-    for page, path, _ in found:
+    for page, path, _ in sources:
         page["name"] += f" ({path})" * (named.count(page["name"]) > 1)
     left = max_bytes - _thin_curves(pages, int(CURVES_SHARE * max_bytes))
     left -= sum(_compressed_size(page["options"]) for page in pages)
     images: dict[str, str] = {}
-    for index, (page, _, add_completions) in enumerate(found):
+    for index, (page, _, add_completions) in enumerate(sources):
         share = left // (len(pages) - index)  # equal shares; unused bytes go to later runs
         left -= add_completions(page, images, share)
     return pages, images
@@ -190,11 +190,11 @@ def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[Answere
     try:
         content = to_json_value(json.loads(path.read_bytes()))
         models = content.get("models", {"": content})
-        found = {}
+        evaluations = {}
         for model, scores in models.items():
             answers = list(map(_parse_question, scores.pop("records", [])))
-            found[model] = scores | {"accuracy": float(scores["accuracy"])}, answers
-        return found
+            evaluations[model] = scores | {"accuracy": float(scores["accuracy"])}, answers
+        return evaluations
     except (OSError, *DAMAGED_ERRORS) as error:
         written = f"{path} was not written by vgr-trl evaluate"
         raise DataError(f"{written}: give the output_dir of a run, or an --output_file.") from error
@@ -203,9 +203,9 @@ def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[Answere
 def _parse_question(item: Mapping[str, Any]) -> AnsweredQuestion:
     """Return the greedy and sampled completions of a question as JSON objects, and its thumbnails."""
     prompt, images = str(item.get("prompt") or item.get("problem") or ""), item.get("images", [])
-    thumbnails = {each["file"]: each["thumbnail"] for each in images if is_webp(base64.b64decode(each["thumbnail"]))}
+    thumbnails = {img["file"]: img["thumbnail"] for img in images if is_webp(base64.b64decode(img["thumbnail"]))}
     question, solution = question_id(prompt, sorted(thumbnails)), item.get("solution")
-    pictures = [RecordedImage(each["file"], each["width"], each["height"]) for each in images]
+    pictures = [RecordedImage(image["file"], image["width"], image["height"]) for image in images]
     greedy = item["greedy"], item["correct"], item["format"], "greedy"
     others = zip(item["sampled"], item["correct_sampled"], item["format_sampled"], strict=True)
     completions = []
@@ -313,7 +313,7 @@ def add_records(run: Run, page: Page, images: dict[str, str], max_bytes: int) ->
     for record in filter(None, (run.record(*key) for key in order[:MAX_RECORDS])):
         content = to_json_value(asdict(record))
         attention = [completion.pop("attention") for completion in content["completions"]]
-        pictures = [image for each in record.completions for image in (*each.images, *each.teacher_images)]
+        pictures = [image for item in record.completions for image in (*item.images, *item.teacher_images)]
         names = {name for image in pictures for name in (image.file, image.perturbed) if name is not None}
         files = {name: read_thumbnail(run.folder, name) for name in sorted(names - images.keys())}
         missing |= {name for name, file in files.items() if file is None}

@@ -176,7 +176,7 @@ class RolloutRecorder:
         completion.correct = None if accuracy is None or isnan(accuracy) else accuracy == 1
         if rollout.changes is not None and images:
             completion.changes = rollout.changes[row, : len(ids)].tolist()
-        completion.teacher_images = [record_image(each, thumbnails) for each in rollout.teacher_images.get(row, [])]
+        completion.teacher_images = [record_image(image, thumbnails) for image in rollout.teacher_images.get(row, [])]
         if rollout.teacher_top is not None and completion.teacher_images:
             completion.teacher = [decode([token]) for token in rollout.teacher_top[0][row, : len(ids), 0].tolist()]
         if rollout.scores is not None and row in (maps := rollout.scores.maps or {}):
@@ -324,8 +324,8 @@ def describe_turns(turns: Turns, row: int, length: int) -> list[Turn]:
 def _format_call(call: Mapping[str, Any]) -> str:
     function = call.get("function") or {}
     arguments = function.get("arguments") or {}
-    given = (f"{name}={value!r}" for name, value in arguments.items()) if isinstance(arguments, dict) else [arguments]
-    return f"{function.get('name', 'unknown')}({', '.join(map(str, given))})"
+    texts = (f"{name}={value!r}" for name, value in arguments.items()) if isinstance(arguments, dict) else [arguments]
+    return f"{function.get('name', 'unknown')}({', '.join(map(str, texts))})"
 
 
 def read_row_images(
@@ -371,7 +371,7 @@ def record_image(image: Image.Image, thumbnails: dict[str, bytes], grid: Grid | 
 
 
 def find_image_grids(batch: Mapping[str, Any], row: int, processor: Any, num_vision: int | None) -> list[Grid | None]:
-    """Return rows and columns of the vision tokens of each image of a row; None if unknown.
+    """Return the grid of vision tokens (rows, columns) for each image of a row; None if unknown.
 
     Supported: grids from processors of the Qwen family, and square grids of equal images without tiles.
 
@@ -443,7 +443,7 @@ def split_tokens(ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def name_images(tokens: Sequence[str], ids: Sequence[int], vision_token_ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; the first of a run of vision tokens is `<image>`, the others are empty.
+    """Return the text of each token; a run of vision tokens becomes `<image>` and empty texts.
 
     Args:
         tokens: text of the T tokens.
@@ -468,27 +468,27 @@ def prompt_text(ids: Sequence[int], vision_token_ids: Sequence[int], decode: Dec
 
 
 def completion_measurements(signals: RolloutSignals, length: int, options: Any) -> dict[str, Any]:
-    """Return the measurements of a completion of `length` tokens, by attribute of `Completion`.
+    """Return the measurements of one completion, with `length` tokens, by attribute of `Completion`.
 
     Args:
         signals: signals of this row, (1, T).
         options: `DAPOConfig`.
     """
     columns = {"logps": signals.logps, "entropies": signals.entropies, "dependency": signals.dependency}  # (1, T) each
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     if (mass := signals.attention) is not None:
         columns["vgr"] = token_vision_gain_ratio(mass, late_layers(len(mass.vision), options.attention_segments))
         if options.token_weights:
             columns["weights"] = attention_weights(mass, signals.mask, options)
         segments = measure_segments(mass, options.attention_segments, options.mdi_balance_ratio)
-        found["metrics"] = reward_columns(segments)["attention_metrics"][0]
+        measured["metrics"] = reward_columns(segments)["attention_metrics"][0]
 
     def known(values: Mapping[str, Tensor | None]) -> dict[str, Any]:
         rows = {name: value[0, :length] for name, value in values.items() if value is not None}
         return {name: row.tolist() for name, row in rows.items() if not row.isnan().all()}  # all NaN if not measured
 
     own = {name: value for name, value in signals.extra.items() if name not in {REWARD_FILE_WEIGHTS, *columns}}
-    return found | known(columns) | {"signals": known(own)}
+    return measured | known(columns) | {"signals": known(own)}
 
 
 def find_accuracy(values: Mapping[str, Any]) -> Any:
@@ -509,8 +509,8 @@ def summarise_rollout(rewards: Tensor, names: Sequence[str], weights: Tensor, me
     if (accuracy := find_accuracy(columns)) is not None:
         summary.success_rate = (accuracy[~accuracy.isnan()] == 1).double().mean().item()
     for name, value in metrics.items():
-        if found := _SEGMENT_METRIC.fullmatch(name):
-            summary.segments.setdefault(found[1], {})[found[2]] = value
+        if match := _SEGMENT_METRIC.fullmatch(name):
+            summary.segments.setdefault(match[1], {})[match[2]] = value
         elif name.startswith("token_weight_") or "token_fraction" in name:
             summary.credit[name] = value
     return summary
@@ -544,7 +544,7 @@ class RecordBeforeTraining(TrainerCallback):
         try:
             with keep_random_state(trainer.accelerator.device), torch.no_grad(), unlogged(trainer), logs:
                 trainer._prepare_inputs(rows)
-                self.scores = {f"eval_{name}": fmean(each) for name, each in trainer._metrics["eval"].items()}
+                self.scores = {f"eval_{name}": fmean(values) for name, values in trainer._metrics["eval"].items()}
         finally:
             trainer.model_wrapped.train()
             random.setstate(python)

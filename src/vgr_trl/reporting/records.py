@@ -64,7 +64,7 @@ class RecordedImage:
 
 @dataclass
 class AttentionMap:
-    """Attention of T tokens over the V vision tokens of all images of the prompt, quantised to one byte each.
+    """Attention of T tokens over the V vision tokens in the prompt, quantised to one byte each.
 
     Attributes:
         scale: T numbers; token t attends to vision token v with scale[t] · byte / 255.
@@ -162,10 +162,10 @@ class Completion:
         return [index for turn in self.turns for index in range(turn.start, turn.stop)] or [*range(len(self.tokens))]
 
     def per_token(self) -> dict[str, Numbers | None]:
-        """Return all lists of T numbers by name: `signal/<name>` of own signals, `credit/<name>` of credit rules."""
-        found = {name: vars(self)[name] for name in _PER_TOKEN}
-        found |= {f"signal/{name}": values for name, values in self.signals.items()}
-        return found | {f"credit/{name}": values for name, values in self.credit.items()}
+        """Return all lists of T numbers by name; own signals are `signal/<name>`, credit rules `credit/<name>`."""
+        columns = {name: vars(self)[name] for name in _PER_TOKEN}
+        columns |= {f"signal/{name}": values for name, values in self.signals.items()}
+        return columns | {f"credit/{name}": values for name, values in self.credit.items()}
 
 
 @dataclass
@@ -249,11 +249,11 @@ def parse_value(value: Any, kind: Any) -> Any:
     if origin is UnionType:
         return None if value is None else parse_value(value, parts[0])
     if origin is dict and isinstance(value, dict):
-        return {name: parse_value(each, parts[1]) for name, each in value.items()}
+        return {name: parse_value(item, parts[1]) for name, item in value.items()}
     if origin in (list, Sequence) and isinstance(value, list):
-        by_type = {type(each): each for each in value}  # checks one number of each type, not thousands
+        by_type = {type(item): item for item in value}  # checks one number of each type, not thousands
         nested = list in by_type or dict in by_type
-        parsed = [parse_value(each, parts[0]) for each in (value if nested else by_type.values())]
+        parsed = [parse_value(item, parts[0]) for item in (value if nested else by_type.values())]
         return parsed if nested else value
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
@@ -385,8 +385,8 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     folder = records_folder(path)
     if not (folder / LOGS_FILE).is_file() and not any(folder.glob(RECORD_FILES)):
-        found = "has no records" if path.exists() else "does not exist"
-        raise DataError(f"{path} {found}: give the output_dir of a run with rollout_log_steps above 0.")
+        problem = "has no records" if path.exists() else "does not exist"
+        raise DataError(f"{path} {problem}: give the output_dir of a run with rollout_log_steps above 0.")
     return Run(folder)
 
 

@@ -18,17 +18,7 @@ from vgr_trl.rewards.functions import (
 from vgr_trl.rewards.loading import RewardSchedule, load_reward, load_rewards
 
 __all__ = [
-    "RewardSchedule",
-    "Solution",
-    "accuracy_reward",
-    "gather_groups",
-    "get_soft_overlong_punishment",
-    "load_reward",
-    "load_rewards",
-    "mdi_reward",
-    "needs_whole_groups",
-    "resolve_solution",
-    "think_format_reward",
-    "vgr_hard_negative_reward",
-    "vgr_reward",
-]
+    "RewardSchedule", "Solution", "accuracy_reward", "gather_groups", "get_soft_overlong_punishment", "load_reward",
+    "load_rewards", "mdi_reward", "needs_whole_groups", "resolve_solution", "think_format_reward",
+    "vgr_hard_negative_reward", "vgr_reward",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reward functions: of the text of a completion, and of whole groups by attention."""
+"""Rewards that read the text of one completion, and rewards that compare the attention within a group."""
 
 import math
 import re
@@ -43,8 +43,8 @@ def accuracy_reward(
     Raises:
         RewardError: a column does not have one value per completion, or a completion is not text.
     """
-    given = {"solution": solution, "choices": choices, "label_idx": kwargs.get("label_idx")}
-    columns = {name: [None] * len(completions) if values is None else values for name, values in given.items()}
+    stated = {"solution": solution, "choices": choices, "label_idx": kwargs.get("label_idx")}
+    columns = {name: [None] * len(completions) if values is None else values for name, values in stated.items()}
     for name, values in columns.items():
         if isinstance(values, str) or len(values) != len(completions):
             count = len(completions)
@@ -258,8 +258,8 @@ def needs_whole_groups(*columns: str, optional: Sequence[str] = ()) -> Callable[
 
 def needed_columns(reward: Any) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Return the required and optional columns of a reward marked by `needs_whole_groups`; None if it is not."""
-    found = getattr(reward, "whole_group_columns", getattr(unwrap_reward(reward), "whole_group_columns", None))
-    return found if isinstance(found, tuple) else None  # some objects answer every attribute
+    columns = getattr(reward, "whole_group_columns", getattr(unwrap_reward(reward), "whole_group_columns", None))
+    return columns if isinstance(columns, tuple) else None  # some objects answer every attribute
 
 
 def unwrap_reward(reward: Any) -> Any:
@@ -350,7 +350,7 @@ _MIN_SPREAD = 1e-5  # relative to Q3: equal completions differ by float32 roundi
 def vgr_reward(
     completions: Sequence[Any], vgr: Sequence[float | None], num_generations: int | Sequence[int], **kwargs: Any
 ) -> list[float | None]:
-    """Return clip((Q3 - v) / (Q3 - Q1), 0, 1) of each completion: 1 for those that attend most to the image.
+    """Return clip((Q3 - v) / (Q3 - Q1), 0, 1) for each completion: 1 for the most attention to the image.
 
     Q1 and Q3 are the quartiles (linear interpolation) of the finite VGR v of the group (`Rewards` in definitions.md).
 
@@ -533,7 +533,7 @@ def _scale_reward(reward: Any) -> Any:
         accuracy = accuracy_reward(completions, **kwargs)
 
         def score_group(rows: range) -> list[float | None]:
-            known = [each for row in rows if (each := accuracy[row]) is not None]
+            known = [value for row in rows if (value := accuracy[row]) is not None]
             if not known:
                 return [None] * len(rows)
             scale = 2 * statistics.pstdev(known)

@@ -80,7 +80,7 @@ def _module_names(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class ScoredFile:
-    """One score of an EasyR1 reward function as a reward, of which `overall` also logs the other scores.
+    """One score of an EasyR1 reward function, as a reward; `overall` also logs the other scores.
 
     Such a function takes a dict per completion (`response`, `response_length`, `ground_truth`, `prompt`) and returns
     its scores. Sequential form: one dict, also with `images`, to a dict of scores or a pair (reward, metrics). Batch
@@ -149,7 +149,7 @@ class ScoredFile:
 
     def _parse_batch(self, returned: Any, count: int) -> list[dict[str, Any]]:
         if _is_pair(returned):
-            lists = {key: each for key, each in {**returned[1], OVERALL: returned[0]}.items() if each is not None}
+            lists = {key: values for key, values in {**returned[1], OVERALL: returned[0]}.items() if values is not None}
             returned = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
         if not isinstance(returned, list | tuple) or len(returned) != count:
             batch = f"{self.function.__name__} returned {excerpt(returned)} for a batch of {count} completions"
@@ -174,7 +174,7 @@ def collect_token_weights(rewards: Iterable[Any]) -> list[Any] | None:
     """
     scores = [reward.computed["scores"] for reward in rewards if isinstance(reward, ScoredFile)]
     rows = [[row.get("token_weights") for row in rows] for rows in zip(*scores, strict=True)]
-    return [next((each for each in row if each is not None), None) for row in rows] if scores else None
+    return [next((weights for weights in row if weights is not None), None) for row in rows] if scores else None
 
 
 def _is_pair(returned: Any) -> bool:
@@ -247,7 +247,7 @@ def load_rewards(
         form = files.form if files is not None and ".py:" in str(spec) else None
         if is_easyr1_reward(reward, form) and isinstance(spec, str):
             reward = ScoredFile(reward, key or OVERALL, files or FileOptions(arguments=options or {}))
-            same = [each for each in rewards if isinstance(each, ScoredFile) and each.function is reward.function]
+            same = [other for other in rewards if isinstance(other, ScoredFile) and other.function is reward.function]
             reward.computed = same[0].computed if same else {}  # call the function once for all its scores
         elif key:
             raise RewardError(f"The reward {spec!r} asks for a score, but {name} returns one number: remove [{key}].")
@@ -261,7 +261,7 @@ def load_rewards(
         if reward in rewards or specs.count(spec) > 1:
             raise RewardError(f"The reward {spec} is named twice: name it once, with a larger weight.")
         rewards.append(reward)
-    declared = filter(None, map(_declared_options, rewards))
+    declared = filter(None, map(registries.declared_options, rewards))
     known = {option.name for group in declared for option in fields(group)}
     unknown = set(options or ()) - known
     if unknown and not any(isinstance(reward, ScoredFile) for reward in rewards):
@@ -276,16 +276,11 @@ def load_reward(spec: Any, **settings: Any) -> Callable[..., Any]:
     return reward
 
 
-def _declared_options(reward: Callable[..., Any]) -> Any:
-    """Return the dataclass of options that a reward declares, or None."""
-    return getattr(reward, "options", None)
-
-
-def _bind_options(reward: Callable[..., Any], given: Mapping[str, Any]) -> Callable[..., Any]:
+def _bind_options(reward: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:
     """Bind the options that a reward declares as keyword arguments."""
-    if (options := _declared_options(reward)) is None:
+    if (options := registries.declared_options(reward)) is None:
         return reward
-    bound = update_wrapper(partial(reward, **vars(registries.build_options(options, given))), reward)
+    bound = update_wrapper(partial(reward, **vars(registries.build_options(options, values))), reward)
     del bound.__wrapped__  # or its signature would be that of `reward`
     return bound
 
@@ -392,7 +387,7 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
     """
     columns, name = list(columns), reward_name(reward)
     required = reward.required if isinstance(reward, WholeGroups) else ()
-    missing = [each for each in required if each not in {*columns, *PASSED_COLUMNS}]
+    missing = [column for column in required if column not in {*columns, *PASSED_COLUMNS}]
     if reads_solution(reward) and not {"solution", "label_idx"} & set(columns):
         missing = ["solution"]
     if missing:
@@ -401,8 +396,8 @@ def check_callable(reward: Any, columns: Iterable[str]) -> None:
         return
     try:
         indices = ["label_idx"] * ({"choices", "solution"} <= {*columns} and _names_argument(reward, "label_idx"))
-        passed = dict.fromkeys([*PASSED_COLUMNS, *columns, *indices])
-        inspect.signature(reward).bind(**{key: None for key in passed if key not in ("prompt", "completion")})
+        arguments = dict.fromkeys([*PASSED_COLUMNS, *columns, *indices])
+        inspect.signature(reward).bind(**{key: None for key in arguments if key not in ("prompt", "completion")})
     except TypeError as error:
         shown = [column for column in columns if not column.startswith("__")]  # the others are our own
         uncallable = f"The reward {name} cannot be called with the arguments it gets ({error})"
@@ -420,14 +415,14 @@ def wrap_reward(
         trainer: passed as `trainer` to rewards that accept it; None: not passed.
         seconds: interval at which a synchronous call that has not returned is reported; None: never.
     """
-    given = {"trainer": trainer} if trainer is not None and _takes_argument(reward, "trainer") else {}
+    extra = {"trainer": trainer} if trainer is not None and _takes_argument(reward, "trainer") else {}
     function = unwrap_reward(reward)
     if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
 
         async def call_async(**kwargs: Any) -> list[float | None]:
             count = len(kwargs["completions"])  # before the reward can change them
             with _naming_reward(name):
-                return _parse_rewards(await reward(**given | fit_arguments(reward, kwargs)), count, name, on_nan)
+                return _parse_rewards(await reward(**extra | fit_arguments(reward, kwargs)), count, name, on_nan)
 
         return call_async
 
@@ -435,7 +430,7 @@ def wrap_reward(
         count = len(kwargs["completions"])
         with _report_hanging(seconds, name, kwargs), _restore_columns(kwargs), _naming_reward(name):
             # May be a generator: parsed, and so run, inside of these contexts.
-            returned = reward(**given | fit_arguments(reward, kwargs))
+            returned = reward(**extra | fit_arguments(reward, kwargs))
             return _parse_rewards(returned, count, name, on_nan)
 
     return call
@@ -498,11 +493,11 @@ def _report_hanging(seconds: float | None, name: str, columns: Mapping[str, Any]
 @contextmanager
 def _restore_columns(columns: dict[str, Any]) -> Iterator[None]:
     """Restore all lists and dicts in the columns after this block, since other rewards read them too."""
-    before = [(each, each.copy()) for each in _find_containers(list(columns.values()))]
+    before = [(container, container.copy()) for container in _find_containers(list(columns.values()))]
     yield
-    for each, items in before:
-        each.clear()
-        each.extend(items) if isinstance(each, list) else each.update(items)
+    for container, items in before:
+        container.clear()
+        container.extend(items) if isinstance(container, list) else container.update(items)
 
 
 def _find_containers(items: Iterable[Any]) -> Iterator[Any]:
@@ -529,7 +524,7 @@ def _parse_rewards(returned: Any, count: int, name: str, on_nan: Callable[[str, 
     try:
         values = list(returned)
         rewards = [None if value is None else float(value) for value in values]
-        if any(isinstance(each, str | bytes | bytearray) for each in (returned, *values)):
+        if any(isinstance(value, str | bytes | bytearray) for value in (returned, *values)):
             raise TypeError("text is no number")
         if isinstance(returned, Mapping | Set) or len(rewards) != count:
             raise ValueError(f"{len(rewards)} rewards")

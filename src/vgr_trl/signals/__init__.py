@@ -23,22 +23,8 @@ from vgr_trl.signals.ratios import (
 from vgr_trl.signals.scorer import RolloutScorer
 
 __all__ = [
-    "AttentionMass",
-    "AttentionProbe",
-    "GenerationProbe",
-    "ModalityMasks",
-    "RolloutScorer",
-    "RolloutSignals",
-    "add_gaussian_noise",
-    "attention_efficiency_index",
-    "blacken_patches",
-    "build_modality_masks",
-    "gaussian_blur",
-    "mask_image",
-    "mdi_balance",
-    "perturb_images",
-    "split_layers",
-    "token_vision_gain_ratio",
-    "vision_gain_ratio",
+    "AttentionMass", "AttentionProbe", "GenerationProbe", "ModalityMasks", "RolloutScorer", "RolloutSignals",
+    "add_gaussian_noise", "attention_efficiency_index", "blacken_patches", "build_modality_masks", "gaussian_blur",
+    "mask_image", "mdi_balance", "perturb_images", "split_layers", "token_vision_gain_ratio", "vision_gain_ratio",
     "visual_dependency",
-]
+]  # fmt: skip

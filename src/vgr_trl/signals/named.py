@@ -69,8 +69,8 @@ class RolloutSignals:
             return self.views.get(need.removeprefix(LOGPS_PREFIX))
         if need == "regions":
             return None if self.attention is None else self.attention.region
-        found = vars(self)["jsd" if need == "shift" else need]
-        return None if need == "views" and not found else found
+        value = vars(self)["jsd" if need == "shift" else need]
+        return None if need == "views" and not value else value
 
 
 def build_unmeasured_signals(mask: Tensor) -> RolloutSignals:
@@ -104,9 +104,9 @@ def columns_to_signals(columns: dict[str, Any]) -> RolloutSignals | None:
         names = [name for name in columns if name.startswith(prefix)]
         return {name.removeprefix(prefix): _transpose(name, columns[name]) for name in names}
 
-    if not (found := named("signals.")):
+    if not (own := named("signals.")):
         return None
-    parts = {name: value for name, value in found.items() if "." not in name}
+    parts = {name: value for name, value in own.items() if "." not in name}
     attention = AttentionMass(**mass) if (mass := named(_MASS)) else None
     return RolloutSignals(**parts, attention=attention, views=named(VIEWS), extra=named(EXTRA))
 
@@ -148,7 +148,7 @@ def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[
     Raises:
         ConfigError: a signal is not found, or depends on itself.
     """
-    found: dict[str, NamedSignal] = {}
+    by_name: dict[str, NamedSignal] = {}
 
     def add(spec: str) -> None:
         requires = tuple(find_measurements([spec]))  # raises for a signal that depends on itself
@@ -157,7 +157,7 @@ def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[
             if not is_measurement(need):
                 add(need)
         name = short_name(spec)
-        found.setdefault(name, NamedSignal(name, function, options.plugin_values(function), requires))
+        by_name.setdefault(name, NamedSignal(name, function, options.plugin_values(function), requires))
 
     read = [need for rule in options.plugin_rules for need in needed_signals(registries.credit_rules.load(rule))]
     for spec in options.signals or ():
@@ -165,7 +165,7 @@ def named_signals(options: PluginOptions, further: Sequence[str] = ()) -> tuple[
     for need in (*(need for need in read if not is_measurement(need)), *further):
         if need != "regions":  # a measurement without a signal of its own
             add(need)
-    return tuple(found.values())
+    return tuple(by_name.values())
 
 
 def add_named(named: Sequence[NamedSignal], signals: RolloutSignals) -> list[str]:
@@ -184,8 +184,8 @@ def add_named(named: Sequence[NamedSignal], signals: RolloutSignals) -> list[str
             continue
         values = registries.call_plugin(f"the signal {signal.name}", signal.function, signals, signal.options)
         if not isinstance(values, Tensor) or values.shape != signals.mask.shape:
-            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise DataError(f"The signal {signal.name} returned {found}: return a tensor {tuple(signals.mask.shape)}.")
+            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise DataError(f"The signal {signal.name} returned {shape}: return a tensor {tuple(signals.mask.shape)}.")
         signals.extra[signal.name] = values.detach().float().masked_fill(~signals.mask.bool(), torch.nan)
         new.append(signal.name)
     return new

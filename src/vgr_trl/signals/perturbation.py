@@ -284,11 +284,11 @@ def crop_to_box(
 def _read_column(name: str, images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.Image] | None:
     """Return the images in a column of the row; None without any."""
     value = row.get(name)
-    found = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
-    if any(not isinstance(image, Image.Image) for image in found):
+    shown = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+    if any(not isinstance(image, Image.Image) for image in shown):
         cure = f'cast_column("{name}", List(Image())), or train by vgr-trl'
-        raise DataError(f"The column {name} has a {type(found[0]).__name__}, not a decoded image: {cure}.")
-    return found or None
+        raise DataError(f"The column {name} has a {type(shown[0]).__name__}, not a decoded image: {cure}.")
+    return shown or None
 
 
 registries.views.register("teacher_images")(partial(_read_column, TEACHER_IMAGES))
@@ -310,7 +310,7 @@ def clean(images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.I
 def show_view(
     images: Sequence[Image.Image], row: Mapping[str, Any], spec: str, parameters: Mapping[str, Any], *, seed: int
 ) -> Seen | None:
-    """Return a row under a view, or None if the row has no such view, as without images.
+    """Show a row under a view; None if the row lacks the view, as rows without images do.
 
     Args:
         images: images of the row's prompt.
@@ -325,9 +325,9 @@ def show_view(
     """
     function = registries.views.load(spec)
     draws = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
-    found = function([image.copy() for image in images], row, **parameters, **draws) if images else None
-    seen = Seen(found) if isinstance(found, list | tuple) else found
+    view = function([image.copy() for image in images], row, **parameters, **draws) if images else None
+    seen = Seen(view) if isinstance(view, list | tuple) else view
     images = seen.images if isinstance(seen, Seen) else ()
     if seen is None or (images and all(isinstance(image, Image.Image) for image in images)):
         return seen
-    raise DataError(f"The view {spec} returned {type(found).__name__}: return a list of images, Seen, or None.")
+    raise DataError(f"The view {spec} returned {type(view).__name__}: return a list of images, Seen, or None.")

@@ -63,9 +63,9 @@ class Pass:
             call = f"A layer attends with rows and queries {queries} to {num_keys} keys, where {self.shape} pass"
             raise ConfigError(f"{call}: cross attention and fixed caches cannot be measured.")
         if (num_keys, device) not in self._found:  # once for all layers
-            found = sets[self.rows, :num_keys]
-            found = torch.nn.functional.pad(found, (0, 0, 0, num_keys - found.size(1)))
-            self._found[num_keys, device] = found.to(device)
+            of_keys = sets[self.rows, :num_keys]
+            of_keys = torch.nn.functional.pad(of_keys, (0, 0, 0, num_keys - of_keys.size(1)))
+            self._found[num_keys, device] = of_keys.to(device)
         return self._found[num_keys, device]
 
     @cached_property
@@ -75,7 +75,7 @@ class Pass:
         return self.row.table[:, self.emitting.index.to(self.row.device)]
 
     def of_tokens(self, sets: Tensor) -> Tensor:
-        """Return the sets of the tokens of the row, (L, C), of (N, P or S, C)."""
+        """Pick the sets (N, P or S, C) at the tokens in the row, (L, C)."""
         assert self.row is not None
         tokens = self.row.tokens.to(sets.device)
         wide = torch.nn.functional.pad(sets[self.rows], (0, 0, 0, self.row.shape[1] - sets.size(1)))
@@ -119,9 +119,9 @@ class PassPlan:
         """Raise `ConfigError` unless the whole batch has passed."""
         self._check_rows(self._next_row == len(self.sets), self._next_row)
 
-    def _check_rows(self, condition: bool, passed: int) -> None:
+    def _check_rows(self, condition: bool, count: int) -> None:
         if not condition:
-            raise ConfigError(f"The probe has masks for {len(self.sets)} rows, but {passed} pass: pass all of them.")
+            raise ConfigError(f"The probe has masks for {len(self.sets)} rows, but {count} pass: pass all of them.")
 
     def _begin_batch(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find the wanted positions before rows pass through the whole model."""

@@ -121,7 +121,7 @@ class AttentionProbe(_Probe):
         prompt: int | None = None,
     ) -> None:
         super().__init__(model)
-        sets = [each for each in (masks.vision, masks.instruction, masks.region) if each is not None]
+        sets = [tokens for tokens in (masks.vision, masks.instruction, masks.region) if tokens is not None]
         self.sides = len(sets)  # 2, or 3 with a region; each image is one more set
         images = () if masks.images is None else masks.images.unbind(-1)
         self.sets = torch.stack([*sets, *images], dim=-1)  # (N, P or S, C)
@@ -208,8 +208,8 @@ class AttentionProbe(_Probe):
         for row in kept:
             index = row - current.rows.start
             keys = sets[index, :, 0].nonzero().flatten()  # (V,)
-            each = torch.nn.functional.one_hot(keys, num_keys).T.unsqueeze(0)  # (1, K, V)
-            self._maps[row, layer] = call.mass_on_keys(each, current.emitting, slice(index, index + 1))[0]
+            single_keys = torch.nn.functional.one_hot(keys, num_keys).T.unsqueeze(0)  # (1, K, V)
+            self._maps[row, layer] = call.mass_on_keys(single_keys, current.emitting, slice(index, index + 1))[0]
         if current.instruction is not None:
             mass = call.mass_on_keys(sets, current.instruction)  # (B, P', C)
             own = self.sets[current.rows][:, current.instruction.index.to(self.sets.device), 1].to(device)  # (B, P')
@@ -224,9 +224,9 @@ class AttentionProbe(_Probe):
         for number in kept:
             alone, places = row.alone(row.rows.index(number - first))
             keys = sets[places, 0].nonzero().flatten()
-            each = torch.nn.functional.one_hot(keys, len(places)).T  # (L', V)
+            single_keys = torch.nn.functional.one_hot(keys, len(places)).T  # (L', V)
             columns = alone.table[number - first, current.emitting.index]  # (T',)
-            self._maps[number, layer] = _at(call.mass_in_row(each, alone, places), columns)
+            self._maps[number, layer] = _at(call.mass_in_row(single_keys, alone, places), columns)
         if current.instruction is not None:
             stop = self.sets.size(1) if self.plan.prompt is None else self.plan.prompt
             asks = mass * (sets[:, 1] & (row.tokens % row.shape[1] < stop)).unsqueeze(-1)  # (L, C)
@@ -280,22 +280,22 @@ class AttentionCall:
         return torch.cat([self._run_with_sets(part, queries, rows) for part in sets.split(width, dim=-1)], dim=-1)
 
     def mass_in_row(self, sets: torch.Tensor, row: Row, places: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the attention of all tokens of a row on sets of keys, the mean over heads, (L', C) float32.
+        """Return the attention that all tokens in a row pay to sets of keys, averaged over heads, (L', C) float32.
 
         Args:
             sets: (L', C), 1 for tokens in a set and 0 for others.
             row: layout.
             places: (L',) tokens of this call's row that stand in `row`; None: all.
         """
-        query, key = (each if places is None else each[:, :, places] for each in (self.query, self.key))
-        options, found = {**self.options, "dropout": 0.0, ROW: row}, list[torch.Tensor]()
+        query, key = (states if places is None else states[:, :, places] for states in (self.query, self.key))
+        options, masses = {**self.options, "dropout": 0.0, ROW: row}, list[torch.Tensor]()
         mask = options.pop("attention_mask", None)
         for part in sets.split(key.size(-1), dim=-1):  # fused kernels require values as wide as keys
             values = torch.nn.functional.pad(part.to(key.dtype), (0, key.size(-1) - part.size(-1)))
             values = values.expand(1, key.size(1), -1, -1)
             outputs, _ = self.function(self.module, query, key, values, mask, **options)  # (1, L', H, D)
-            found.append(outputs[0, ..., : part.size(-1)].mean(1, dtype=torch.float32))
-        return torch.cat(found, dim=-1)
+            masses.append(outputs[0, ..., : part.size(-1)].mean(1, dtype=torch.float32))
+        return torch.cat(masses, dim=-1)
 
     def _run_with_sets(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
         """Run the function with at most D sets as values; return (B', T', C)."""
@@ -383,11 +383,11 @@ def cosine_similarity(
     ranks = torch.arange(1, len(others) + 1, device=others.device)  # (V,)
     if over == "centre":
         others = others.cumsum(0) / ranks.unsqueeze(1)
-    found = states @ normalize(others, dim=-1).T  # (T, V)
+    cosines = states @ normalize(others, dim=-1).T  # (T, V)
     if over != "centre":
-        found = found.cummax(1).values if over == "max" else found.cumsum(1) / ranks
-    found = found.gather(1, (seen - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-    return found.masked_fill(seen == 0, torch.nan)
+        cosines = cosines.cummax(1).values if over == "max" else cosines.cumsum(1) / ranks
+    cosines = cosines.gather(1, (seen - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    return cosines.masked_fill(seen == 0, torch.nan)
 
 
 class SimilarityProbe(ExitStack):

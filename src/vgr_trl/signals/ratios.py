@@ -58,7 +58,7 @@ def join_masses(parts: Sequence[AttentionMass]) -> AttentionMass:
     names = [name for name, value in vars(parts[0]).items() if value is not None]
     columns = {name: [vars(part)[name] for part in parts] for name in names}
     layered = ("vision", "instruction", "region")  # (L, N, T)
-    return AttentionMass(**{name: torch.cat(each, dim=int(name in layered)) for name, each in columns.items()})
+    return AttentionMass(**{name: torch.cat(values, dim=int(name in layered)) for name, values in columns.items()})
 
 
 @dataclass
@@ -106,17 +106,22 @@ def vision_token_ids(model: Any, processor: Any = None) -> tuple[int, ...]:
         processor: the model's processor; None: only the configuration is read.
     """
     sources = getattr(model, "config", model), processor
-    found = {getattr(source, name, None) for source in sources for name in _ID_NAMES}
+    ids = {getattr(source, name, None) for source in sources for name in _ID_NAMES}
     for token in (getattr(processor, name, None) for name in ("image_token", "video_token")):
         if isinstance(token, str):
-            tokenizer = getattr(processor, "tokenizer", processor)
-            found |= {tokenizer.convert_tokens_to_ids(token)} - {tokenizer.unk_token_id}
-    return tuple(sorted(token for token in found if isinstance(token, int) and not isinstance(token, bool)))
+            tokenizer = tokenizer_of(processor)
+            ids |= {tokenizer.convert_tokens_to_ids(token)} - {tokenizer.unk_token_id}
+    return tuple(sorted(token for token in ids if isinstance(token, int) and not isinstance(token, bool)))
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """Return the tokenizer of a processor, or the tokenizer that stands in its place."""
+    return getattr(processor, "tokenizer", processor)
 
 
 def special_token_ids(processor: Any) -> tuple[int, ...]:
     """Return the ids of the special tokens of a processor or tokenizer, declared or added as special."""
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return tuple(sorted({*tokenizer.all_special_ids, *added}))
 
@@ -197,7 +202,7 @@ def token_vision_gain_ratio(mass: AttentionMass, layers: Sequence[int] | None = 
 
 
 def attention_efficiency_index(mass: AttentionMass, layers: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
-    """Return AEI of vision and of instruction, (N,) each: share of the attention over share of the tokens.
+    """Return the AEI for vision and for instruction, (N,) each: share of attention over share of tokens.
 
     AEI_x = (A_x / (A_V + A_I)) / (|x| / (|V| + |I|)); 1 means attention in proportion to the number of tokens.
     """
@@ -240,7 +245,7 @@ def _averages(mass: AttentionMass, layers: Sequence[int] | None) -> tuple[Tensor
     if mass.seen_vision is None or mass.seen_instruction is None:
         return (*mean_attention(mass, layers), mass.num_vision, mass.num_instruction)
     mask = mass.mask.bool() & (mass.seen_vision > 0) & (mass.seen_instruction > 0)  # (N, T)
-    numbers = [_token_mean(each, mask) for each in mass.seen()]
+    numbers = [_token_mean(seen, mask) for seen in mass.seen()]
     sides = zip((mass.vision, mass.instruction), mass.seen(), numbers, strict=True)
     vision, instruction = (_token_mean(_layer_mean(side, layers) / seen, mask) * count for side, seen, count in sides)
     return vision, instruction, numbers[0], numbers[1]
@@ -309,7 +314,7 @@ def jensen_shannon(logits: Tensor, others: Tensor) -> Tensor:
     Returns:
         (...) float32, in nats.
     """
-    one, other = (bounded(torch.log_softmax(each.float(), -1)) for each in (logits, others))
+    one, other = (bounded(torch.log_softmax(side.float(), -1)) for side in (logits, others))
     mean = torch.logaddexp(one, other) - math.log(2)
-    halves = [(each.exp() * (each - mean)).sum(-1) for each in (one, other)]
+    halves = [(side.exp() * (side - mean)).sum(-1) for side in (one, other)]
     return ((halves[0] + halves[1]) / 2).clamp(0, math.log(2))

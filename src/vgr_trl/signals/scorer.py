@@ -130,11 +130,11 @@ class RolloutScorer:
         return RolloutSignals(scores.logps, entropies, scores.mask, scores.attention, similarity=scores.similarity)
 
     def _build_batch(self, ids: Tensor, mask: Tensor, length: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `score` reads of N rows on the model's device; ids and mask are (N, P + T), `length` is T."""
+        """Build the batch for `score` on the model's device; ids and mask are (N, P + T), `length` is T."""
         device = self.causal.get_input_embeddings().weight.device
-        given = {name: value.to(device) for name, value in inputs.items() if value is not None}
-        batch: dict[str, Any] = {name: value for name, value in given.items() if name not in TOKEN_TYPES}
-        batch |= extend_token_types(given, self.causal.config, ids.size(1))
+        on_device = {name: value.to(device) for name, value in inputs.items() if value is not None}
+        batch: dict[str, Any] = {name: value for name, value in on_device.items() if name not in TOKEN_TYPES}
+        batch |= extend_token_types(on_device, self.causal.config, ids.size(1))
         return batch | {"input_ids": ids.to(device), "attention_mask": mask.to(device), "logits_to_keep": length}
 
     def _attention_plan(self, attention: bool, similarity: bool, regions: Tensor | None) -> AttentionPlan | None:

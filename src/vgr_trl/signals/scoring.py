@@ -184,23 +184,23 @@ def _score_chunk(
     mask = mask if own is None else mask & own.bool()
     probe, similar = _build_probes(model, inputs, want.attention, rows, own)
     with ExitStack() as stack:
-        for each in (probe, similar):
-            stack.enter_context(each or nullcontext())
+        for block in (probe, similar):
+            stack.enter_context(block or nullcontext())
         compute = compute or partial(_compute_by_base, temperature)
         computed = compute(model, inputs, want)
     hidden: Any = computed.hidden
     mask = mask if computed.scored is None else computed.scored
-    found: dict[str, Any] = {"entropies": computed.entropies, "router_loss": computed.router_loss}
-    found |= {"hidden": hidden if want.hidden else None, "similarity": similar and similar.similarity}
+    scores: dict[str, Any] = {"entropies": computed.entropies, "router_loss": computed.router_loss}
+    scores |= {"hidden": hidden if want.hidden else None, "similarity": similar and similar.similarity}
     if want.values is not None:
-        found["values"] = want.values(hidden.detach())
+        scores["values"] = want.values(hidden.detach())
     if probe is not None:
-        found["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _count_seen(probe.sets, length)))
+        scores["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _count_seen(probe.sets, length)))
         if want.attention is not None and want.attention.per_image:
-            found["per_image"] = _measure_images(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
-        found["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
-        found["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
-    return Scores(computed.logps, mask, **found, rows_run=computed.rows_run)
+            scores["per_image"] = _measure_images(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
+        scores["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
+        scores["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
+    return Scores(computed.logps, mask, **scores, rows_run=computed.rows_run)
 
 
 def _compute_by_base(temperature: float, model: nn.Module, inputs: dict[str, Any], want: Want) -> Computed:
@@ -227,9 +227,9 @@ def _build_probes(
         return None, None
     prompt = inputs["input_ids"].size(1) - inputs["logits_to_keep"]
     stop = prompt if own is None else None
-    ids, given = inputs["input_ids"][:, :stop], given_tokens(inputs, own)[:, :stop]
+    ids, unwritten = inputs["input_ids"][:, :stop], given_tokens(inputs, own)[:, :stop]
     masks = build_modality_masks(
-        ids, given, vision_token_ids=plan.vision_token_ids, special_token_ids=plan.special_token_ids
+        ids, unwritten, vision_token_ids=plan.vision_token_ids, special_token_ids=plan.special_token_ids
     )
     whole = None if own is None else prompt  # P, where masks are of whole rows
     similar = None if plan.similarity is None else SimilarityProbe(model, masks.vision, *plan.similarity, whole)
@@ -252,9 +252,9 @@ def given_tokens(inputs: Mapping[str, Any], own: Tensor | None) -> Tensor:
         inputs: with `attention_mask` (N, P + T) and `logits_to_keep` T.
         own: (N, T), 0 for the tokens of tools; None without tools.
     """
-    given, length = inputs["attention_mask"].bool(), inputs["logits_to_keep"]
-    of_tools = torch.zeros_like(given[:, -length:]) if own is None else given[:, -length:] & ~own.bool()
-    return torch.cat([given[:, :-length], of_tools], dim=1)
+    present, length = inputs["attention_mask"].bool(), inputs["logits_to_keep"]
+    of_tools = torch.zeros_like(present[:, -length:]) if own is None else present[:, -length:] & ~own.bool()
+    return torch.cat([present[:, :-length], of_tools], dim=1)
 
 
 def _count_seen(sets: Tensor, length: int) -> dict[str, Tensor]:
@@ -302,27 +302,27 @@ def _join(parts: Sequence[Scores]) -> Scores:
     """Concatenate the scores of chunks in which the same was wanted."""
     columns = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
     wanted = {name: values for name, values in columns.items() if values[0] is not None}
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for name, values in wanted.items():
         join = next(join for kind, join in _JOIN.items() if isinstance(values[0], kind))
-        found[name] = join(values)
-    return Scores(**found)
+        joined[name] = join(values)
+    return Scores(**joined)
 
 
 def policy_is_active(model: torch.nn.Module) -> bool:
     """Whether a model without adapters, or with the adapters that train: not switched off, and no reference."""
     wrappers = (module for module in model.modules() if isinstance(module, PeftModel))
-    return all(each.has_active_enabled_adapter and "ref" not in each.active_adapters for each in wrappers)
+    return all(wrapper.has_active_enabled_adapter and "ref" not in wrapper.active_adapters for wrapper in wrappers)
 
 
 def full_weights(linear: nn.Module) -> dict[str, Any]:
     """Return the weights of a layer by name, whole where FSDP2 divides them; gradients are averaged over processes."""
     weights: dict[str, Any] = linear._parameters
     return {
-        name: each.full_tensor(grad_placements=[Partial("avg")] * each.device_mesh.ndim)
-        if isinstance(each, DTensor)
-        else each
-        for name, each in weights.items()
+        name: weight.full_tensor(grad_placements=[Partial("avg")] * weight.device_mesh.ndim)
+        if isinstance(weight, DTensor)
+        else weight
+        for name, weight in weights.items()
     }
 
 
@@ -336,7 +336,7 @@ def head_with_average_gradient(causal: Any) -> Iterator[None]:
 
     def whole() -> Any:
         linear = plain()
-        is_divided = any(isinstance(each, DTensor) for each in linear.parameters())
+        is_divided = any(isinstance(weight, DTensor) for weight in linear.parameters())
         return SimpleNamespace(**full_weights(linear)) if is_divided else linear
 
     with patched_method(causal, "get_output_embeddings", whole):
@@ -444,7 +444,7 @@ class Head:
         """
 
         def measure(states: Tensor, other_states: Tensor) -> Tensor:
-            logits, other = (self.logits(each).float() / temperature for each in (states, other_states))
+            logits, other = (self.logits(side).float() / temperature for side in (states, other_states))
             return torch.stack([jensen_shannon(logits, other), entropies_of(torch.log_softmax(other, dim=-1))])
 
         return self._measure_by_position(measure, mask, hidden, others, passes=2)
@@ -468,29 +468,29 @@ class Head:
         logps = torch.zeros(*mask.shape, count + (count < self.vocabulary), device=hidden.device)
         with self.whole():
             parts = [
-                _top_tokens(self.logits(each).float() / temperature, count) for (each,) in self.split(hidden[mask])
+                _top_tokens(self.logits(states).float() / temperature, count) for (states,) in self.split(hidden[mask])
             ]
         if parts:
-            ids[mask], logps[mask] = (torch.cat(each) for each in zip(*parts, strict=True))
+            ids[mask], logps[mask] = (torch.cat(values) for values in zip(*parts, strict=True))
         return ids, logps
 
     def split(self, *of_positions: Tensor, passes: int = 1) -> Iterator[tuple[Tensor, ...]]:
-        """Yield parts of tensors of the same positions, each as large as the logits of so many passes allow."""
+        """Split tensors over the same positions into parts whose logits fit, for as many passes as given."""
         logits = LOGITS_AT_A_TIME.get(of_positions[0].device.type, LOGITS_AT_A_TIME["cpu"])
         size = max(logits // (passes * self.vocabulary), 1)
-        parts = zip(*(each.split(size) for each in of_positions), strict=True)
+        parts = zip(*(values.split(size) for values in of_positions), strict=True)
         return (part for part in parts if len(part[0]))
 
     def _measure_by_position(
         self, measure: Callable[..., Tensor], mask: Tensor, *of_tokens: Tensor, passes: int = 1
     ) -> tuple[Tensor, Tensor]:
         """Measure two numbers of each position of the mask, (N, T) each, 0 elsewhere."""
-        found = torch.zeros(2, *mask.shape, device=of_tokens[0].device)
+        measured = torch.zeros(2, *mask.shape, device=of_tokens[0].device)
         with self.whole():
             parts = [measure(*part) for part in self.split(*(values[mask] for values in of_tokens), passes=passes)]
         if parts:
-            found[:, mask] = torch.cat(parts, dim=1)
-        return found[0], found[1]
+            measured[:, mask] = torch.cat(parts, dim=1)
+        return measured[0], measured[1]
 
 
 def _top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

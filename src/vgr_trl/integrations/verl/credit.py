@@ -74,15 +74,15 @@ class SignalOptions(MeasureOptions, LossOptions):
     # fmt: on
 
     @classmethod
-    def read(cls, given: Mapping[str, Any] | None, defaults: Mapping[str, Any] | None = None) -> "SignalOptions":
+    def read(cls, stated: Mapping[str, Any] | None, defaults: Mapping[str, Any] | None = None) -> "SignalOptions":
         """Read options from a mapping, by name or alias.
 
         Raises:
             ConfigError: an option is unknown, unsupported, given twice, out of range, or has no effect.
         """
-        known = {each.name for each in fields(cls)} - _UNSUPPORTED_OPTIONS
+        known = {field.name for field in fields(cls)} - _UNSUPPORTED_OPTIONS
         values: dict[str, Any] = {}
-        for key, value in (given or {}).items():
+        for key, value in (stated or {}).items():
             name = OPTION_ALIASES.get(key, key)
             if name not in known:
                 accepted = ", ".join(sorted(known | set(OPTION_ALIASES)))
@@ -124,18 +124,20 @@ ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
 LOSSES = ("vgr", "vgr_vppo", "vgr_papo")  # verl's vanilla loss plus the enabled terms
 
 
-def resolve_options(adv_estimator: str, given: Mapping[str, Any] | None, loss_mode: str | None = None) -> SignalOptions:
+def resolve_options(
+    adv_estimator: str, stated: Mapping[str, Any] | None, loss_mode: str | None = None
+) -> SignalOptions:
     """Return the options of a run: the given values over the defaults of the estimator.
 
     Args:
         adv_estimator: value in the configuration.
-        given: options by name or alias.
+        stated: options by name or alias.
         loss_mode: value in the configuration; None if the trainer has no registry of losses.
 
     Raises:
         ConfigError: an option is unknown, out of range, or has no effect.
     """
-    options = SignalOptions.read(given, ESTIMATORS.get(adv_estimator))
+    options = SignalOptions.read(stated, ESTIMATORS.get(adv_estimator))
     if adv_estimator not in ESTIMATORS and (options.shapes_advantages or options.rewards_attention):
         raise ConfigError(f"adv_estimator {adv_estimator!r} does not read the options: use {', '.join(ESTIMATORS)}.")
     if options.terms and loss_mode not in (*LOSSES, None):
@@ -174,13 +176,13 @@ class SignalContext:
         Args:
             mask: (N, T) bool.
         """
-        found = {name: column.float() for name, column in self.columns.items()}
+        columns = {name: column.float() for name, column in self.columns.items()}
         unknown, attention = torch.full(mask.shape, torch.nan), None
-        if "vgr_vision" in found:  # means per token of the late layers, as the mass of one layer
+        if "vgr_vision" in columns:  # means per token of the late layers, as the mass of one layer
             one = torch.ones(len(mask), dtype=torch.long)
-            attention = AttentionMass(found["vgr_vision"][None], found["vgr_instruction"][None], one, one, mask)
-        logps, entropies = (found.get(name, unknown) for name in ("old_log_probs", "entropies"))
-        return RolloutSignals(logps, entropies, mask, attention, found.get("vgr_dependency"))
+            attention = AttentionMass(columns["vgr_vision"][None], columns["vgr_instruction"][None], one, one, mask)
+        logps, entropies = (columns.get(name, unknown) for name in ("old_log_probs", "entropies"))
+        return RolloutSignals(logps, entropies, mask, attention, columns.get("vgr_dependency"))
 
 
 _CONTEXT: ContextVar[SignalContext | None] = ContextVar("signal_context", default=None)
@@ -284,7 +286,7 @@ def make_estimator(name: str, find_base: Callable[[str], Estimator]) -> Estimato
         taken = inspect.signature(base).parameters
         if "norm_adv_by_std_in_grpo" in taken and more.get("config") is not None:
             more["norm_adv_by_std_in_grpo"] = more["config"].get("norm_adv_by_std_in_grpo", True)
-        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
             more = {key: value for key, value in more.items() if key in taken}
         rewards = add_signal_rewards(token_level_rewards, response_mask, index, context)
         advantages, returns = base(token_level_rewards=rewards, response_mask=response_mask, index=index, **more)
@@ -378,8 +380,8 @@ def sum_loss_terms(
         mask: (N, T).
         average: averages a term (N, T), 0 outside the mask, as the trainer averages its loss.
     """
-    passed = TermInputs(logps, mask.bool(), perturbed_logps=context.perturbed_logps)
-    terms = {name: average(loss_terms.load(name)(passed, context.options)) for name in context.options.terms}
+    inputs = TermInputs(logps, mask.bool(), perturbed_logps=context.perturbed_logps)
+    terms = {name: average(loss_terms.load(name)(inputs, context.options)) for name in context.options.terms}
     return sum(terms.values()), {name: term.detach().item() for name, term in terms.items()}
 
 
@@ -438,7 +440,7 @@ def compute_scores(reward_inputs: Sequence[Mapping[str, Any]], **weights: Any) -
         weights: keyword arguments of `compute_score`.
     """
     scores = []
-    for given in reward_inputs:
-        score = compute_score("", given["response"], given["ground_truth"], given, **weights)
+    for completion in reward_inputs:
+        score = compute_score("", completion["response"], completion["ground_truth"], completion, **weights)
         scores.append({"overall": score.pop("score"), **score})
     return scores

@@ -23,6 +23,7 @@ from vgr_trl.signals.ratios import (
     late_layers,
     special_token_ids,
     token_vision_gain_ratio,
+    tokenizer_of,
     vision_gain_ratio,
     vision_token_ids,
 )
@@ -63,16 +64,16 @@ def build_token_vgr_weights_for_batch(
     if count % len(input_ids) or length < 1 or len(outputs_attentions) < length:
         shapes = f"input_ids {tuple(input_ids.shape)}, sequences {tuple(sequences.shape)}"
         raise DataError(f"{shapes} and attentions of {len(outputs_attentions)} steps: give those of one generation.")
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer_of(processor)
     vision = vision_token_ids(None, processor)
     if not vision:
         raise ConfigError(f"{type(processor).__name__} has no image token: give the processor of the model.")
     if image_grid_thw is not None:
         merged = getattr(getattr(processor, "image_processor", None), "merge_size", 2) ** 2
         expected = int(torch.as_tensor(image_grid_thw).prod(-1).sum()) // merged
-        found = int(torch.isin(input_ids, torch.tensor(vision, device=input_ids.device)).sum())
-        if found != expected:
-            raise DataError(f"The prompts have {found} image tokens, but image_grid_thw implies {expected}.")
+        count_of_images = int(torch.isin(input_ids, torch.tensor(vision, device=input_ids.device)).sum())
+        if count_of_images != expected:
+            raise DataError(f"The prompts have {count_of_images} image tokens, but image_grid_thw implies {expected}.")
     special = special_token_ids(processor)  # among them the padding token
     masks = build_modality_masks(
         input_ids, torch.ones_like(input_ids), vision_token_ids=vision, special_token_ids=special
@@ -234,8 +235,8 @@ def perturb_rows(micro_batch: Any, context: Context) -> tuple[list[dict[str, Any
         context: as `build_actor_context` returns it.
     """
     options, ids = SignalOptions.read(context["options"]), micro_batch["input_ids"]
-    given = micro_batch.get("multi_modal_inputs", None)
-    rows = [dict(getattr(row, "data", row) or {}) for row in ([None] * ids.size(0) if given is None else given)]
+    inputs = micro_batch.get("multi_modal_inputs", None)
+    rows = [dict(getattr(row, "data", row) or {}) for row in ([None] * ids.size(0) if inputs is None else inputs)]
     perturbed = [perturb_row(row, options, context["step"], context["black"]) for row in rows]
     return perturbed, torch.tensor([row.get("pixel_values") is None for row in rows], device=ids.device)
 
@@ -258,8 +259,7 @@ def build_actor_context(options: SignalOptions, step: int, processor: Any) -> Co
 
 def normalised_black(processor: Any) -> list[float]:
     """Return the value of black per channel after the processor's normalisation."""
-    images: Any = getattr(processor, "image_processor", None)
-    mean, std = (getattr(images, name, None) for name in ("image_mean", "image_std"))
-    if mean is None or std is None or not getattr(images, "do_normalize", True):
+    settings = processor.image_processor.to_dict() if "image_processor" in vars(processor) else {}
+    if not (settings.get("image_mean") and settings.get("image_std") and settings.get("do_normalize", True)):
         return [0.0, 0.0, 0.0]
-    return [-middle / spread for middle, spread in zip(mean, std, strict=True)]
+    return [-middle / spread for middle, spread in zip(settings["image_mean"], settings["image_std"], strict=True)]

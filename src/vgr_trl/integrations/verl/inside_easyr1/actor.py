@@ -141,23 +141,23 @@ class SignalWorker(fsdp_workers.FSDPWorker):  # type: ignore[misc]
         output = super().compute_log_probs(data)
         columns, self.actor.columns = self.actor.columns, {}
         if columns:
-            output = output.union(DataProto.from_dict(tensors={name: each.cpu() for name, each in columns.items()}))
+            output = output.union(DataProto.from_dict(tensors={name: column.cpu() for name, column in columns.items()}))
         return output
 
 
-def read_options(given: Mapping[str, Any], estimator: str, filters: bool = False) -> tuple[str, SignalOptions]:
-    """Return the name of the estimator of this library, and the options of a run.
+def read_options(stated: Mapping[str, Any], estimator: str, filters: bool = False) -> tuple[str, SignalOptions]:
+    """Return the name of this library's estimator, and the run's options.
 
     Args:
-        given: options, and optionally `preset`, the name of the estimator (default `vgr`).
+        stated: options, and optionally `preset`, the name of the estimator (default `vgr`).
         estimator: EasyR1's estimator, to which credit is applied.
         filters: whether `algorithm.online_filtering` is on.
 
     Raises:
         ConfigError: an option is unknown, out of range, or unsupported in this run.
     """
-    preset = given.get(PRESET_OPTION, "vgr")
-    options = resolve_options(preset, {name: value for name, value in given.items() if name != PRESET_OPTION})
+    preset = stated.get(PRESET_OPTION, "vgr")
+    options = resolve_options(preset, {name: value for name, value in stated.items() if name != PRESET_OPTION})
     for rule, needs in active_rules(options).items():
         if "entropies" in needs:
             raise ConfigError(f"{rule} reads entropies, which EasyR1's actor does not compute: turn it off.")

@@ -80,9 +80,9 @@ def _call_registry(plain: Any, running: list[Any], query: Any, key: Any, value: 
     def function(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         return plain(*(side.transpose(1, 2) for side in (query, key, value)), mask, **options), None
 
-    found = ALL_ATTENTION_FUNCTIONS.get_interface("eager", function)
+    attention = ALL_ATTENTION_FUNCTIONS.get_interface("eager", function)
     sides = (side.transpose(1, 2) for side in (query, key, value))
-    return found(running[0], *sides, mask, **options)[0]
+    return attention(running[0], *sides, mask, **options)[0]
 
 
 CONTEXT_KEY = "vgr"  # in the batch
@@ -110,16 +110,16 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
                 stack.enter_context(route_through_registry(self.module))
                 columns = stack.enter_context(self._measure_pass(micro_batch, context))
             loss, output = super().forward_step(micro_batch, loss_function, True)
-        found = output["model_output"]
+        measured = output["model_output"]
         for name, column in columns.items():
-            found[name] = torch.nested.nested_tensor_from_jagged(column, offsets)
+            measured[name] = torch.nested.nested_tensor_from_jagged(column, offsets)
         if options.needs_dependency:
             perturbed, blind = self._perturb(micro_batch, context)
             _, other = super().forward_step(perturbed, loss_function, True)
-            logps, others = (each["log_probs"].values()[None] for each in (found, other["model_output"]))
+            logps, others = (outputs["log_probs"].values()[None] for outputs in (measured, other["model_output"]))
             dependency = visual_dependency(logps, others)[0]
             dependency = dependency.masked_fill(blind.repeat_interleave(offsets.diff()), torch.nan)
-            found["vgr_dependency"] = torch.nested.nested_tensor_from_jagged(dependency, offsets)
+            measured["vgr_dependency"] = torch.nested.nested_tensor_from_jagged(dependency, offsets)
         return loss, output
 
     def _training_step(self, micro_batch: Any, loss_function: Any, options: SignalOptions, context: Context) -> Any:
@@ -168,10 +168,10 @@ def read_options(config: Any) -> SignalOptions:
     Raises:
         ConfigError: an option is unknown, out of range, or unsupported in this run.
     """
-    given: Any = config.algorithm.get("vgr")
-    given = OmegaConf.to_container(given, resolve=True) if given is not None else {}
+    stated: Any = config.algorithm.get("vgr")
+    stated = OmegaConf.to_container(stated, resolve=True) if stated is not None else {}
     loss_mode = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
-    options = resolve_options(config.algorithm.adv_estimator, given, loss_mode)
+    options = resolve_options(config.algorithm.adv_estimator, stated, loss_mode)
     if options.apply_to == "mask":
         raise ConfigError("apply_to is mask, but verl casts response_mask to bool, losing the weights: use advantages.")
     correction = config.algorithm.get("rollout_correction")
@@ -239,9 +239,9 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
     def _cut_to_responses(self, batch: Any) -> None:
         """Cut the columns, which the engine returns for whole sequences, to the responses."""
         data = _read_fields(batch, [*COLUMNS, "response_mask"])
-        found = {name: response_from_nested(data[name], data["response_mask"]) for name in COLUMNS if name in data}
-        if found:
-            fields = TensorDict(found, batch_size=len(batch))
+        columns = {name: response_from_nested(data[name], data["response_mask"]) for name in COLUMNS if name in data}
+        if columns:
+            fields = TensorDict(columns, batch_size=len(batch))
             tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
     def _read_token_weights(self, batch: Any, response_mask: Tensor) -> Tensor | None:
@@ -250,7 +250,7 @@ class SignalTrainer(PPOTrainerSync):  # type: ignore[misc]
             return None
         data = _read_fields(batch, ["extra_fields"])
         fields = list(data["extra_fields"]) if "extra_fields" in data else []
-        infos = [(getattr(each, "data", each) or {}).get("reward_extra_info") or {} for each in fields]
+        infos = [(getattr(field, "data", field) or {}).get("reward_extra_info") or {} for field in fields]
         rows = [info.get(WEIGHTS_KEY) for info in infos]
         return None if all(row is None for row in rows) else stack_weights(rows, response_mask)
 
