@@ -15,7 +15,7 @@ from vgr_trl.data.read_row import column_names, image_columns
 from vgr_trl.metrics.step_metrics import StageClock
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rows import Prompts
-from vgr_trl.sharing.report import Feature, SharingReport
+from vgr_trl.sharing.model_support import Feature, SharingReport
 from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal
 from vgr_trl.vision import DummyImage, VisionCache
 

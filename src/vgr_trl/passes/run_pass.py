@@ -16,9 +16,8 @@ from vgr_trl.passes.loss_mask import Skipping, find_text
 from vgr_trl.patches.trl import make_completions_causal
 from vgr_trl.run import Run
 from vgr_trl.sharing.context_manager import share_prompts
-from vgr_trl.sharing.model_support import base_of, causal_model, replace_hidden_states
+from vgr_trl.sharing.model_support import UnsupportedModel, base_of, causal_model, replace_hidden_states
 from vgr_trl.sharing.prefix_split import check_inputs, find_split, round_up_to_groups
-from vgr_trl.sharing.report import UnsupportedModel
 from vgr_trl.sharing.row import Row, lay_out
 from vgr_trl.sharing.shared_forward import (
     drop_empty_images,

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vgr_trl.pixels import on_device
+from vgr_trl.sharing.model_support import require
 from vgr_trl.sharing.prefix_split import PrefixSplit, first_rows, is_constant, sort_by_group, take_pixels
-from vgr_trl.sharing.report import require
 
 ROW = "shared_row"  # keyword argument by which attention functions and state mixers get the layout
 
