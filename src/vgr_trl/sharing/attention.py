@@ -1,8 +1,8 @@
 """Attention over the row of a pass, and the attention functions that models look up in transformers.
 
 `read_rows` lets every attention function of the process read the layout among its keyword arguments, which a gradient
-checkpoint keeps: prompts attend to themselves, completions to their prompts and to themselves. Mixers that carry a state (linear
-attention, convolutions) are split inside their layer.
+checkpoint keeps: prompts attend to themselves, completions to their prompts and to themselves. Mixers that carry a
+state (linear attention, convolutions) are split inside their layer.
 """
 
 from collections.abc import Callable
