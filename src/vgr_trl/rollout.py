@@ -80,7 +80,9 @@ class Noise:
 
 @dataclass(repr=False)
 class Rollout:
-    """One rollout batch of this process; each stage sets its attributes once.
+    """One rollout batch of this process, which its stages fill in.
+
+    What later stages read unchanged is set once (`_SET_ONCE`); `batch`, `signals` and `metrics` grow.
 
     Attributes:
         rows: rows of the data, one per completion.
