@@ -24,6 +24,7 @@ from vgr_trl.rollout import Rollout
 from vgr_trl.rows import pad_rows, valid_tokens
 from vgr_trl.run import Run
 from vgr_trl.sharing.model_support import (
+    UnsupportedModel,
     base_of,
     causal_model,
     check_model,
@@ -31,7 +32,6 @@ from vgr_trl.sharing.model_support import (
     why_adapter_reads_whole_rows,
 )
 from vgr_trl.sharing.prefix_split import find_groups, first_rows, is_image_token, take_pixels
-from vgr_trl.sharing.report import UnsupportedModel
 
 logger = logging.get_logger(__name__)
 

@@ -86,7 +86,7 @@ def complete_checkpoint(folder: Path, accelerator: Accelerator, writes: bool) ->
 
     Args:
         folder: the checkpoint.
-        accelerator: of the run; all its processes call this.
+        accelerator: accelerator of the run; all its processes call this.
         writes: whether this process writes the files that processes share.
 
     Raises:
@@ -113,8 +113,8 @@ def save_share(state: dict[str, Any], folder: Path, process_index: int, num_proc
     Args:
         state: tensors, numbers, texts, lists and dictionaries.
         folder: the checkpoint.
-        process_index: of this process.
-        num_processes: of the run.
+        process_index: rank of this process.
+        num_processes: number of processes.
         kind: file prefix, for example "replay".
     """
     path = folder / SHARE.format(kind, process_index, num_processes)
@@ -209,7 +209,7 @@ def resolve_checkpoint(resume: str | None, output_dir: Path) -> str | None:
     """Return the checkpoint to resume from, or None to start at the beginning; all processes call this.
 
     Args:
-        resume: as `resume_mode` returns it.
+        resume: mode that `resume_mode` returned.
         output_dir: folder in which `latest` looks; without a complete checkpoint the run starts at the beginning.
 
     Raises:
@@ -569,7 +569,7 @@ def _check_optimizer(optimizer: Any, needed: Sequence[Set[str]]) -> None:
     PyTorch loads both. A step would end in a `KeyError`, and fused AdamW would write past the end of the moments.
 
     Args:
-        optimizer: whose state was loaded.
+        optimizer: optimizer with the loaded state.
         needed: the options of each parameter group before that. `defaults` has options that no group needs.
     """
     for names, group in zip(needed, optimizer.param_groups if needed else (), strict=True):

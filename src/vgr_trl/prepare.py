@@ -280,7 +280,7 @@ def refuse_unread_images(datasets: Iterable[tuple[str, Any]], model: Any, proces
 
     Args:
         datasets: with a name each, for the message.
-        processor: of the model, or its tokenizer.
+        processor: processor of the model, or its tokenizer.
     """
     for name, dataset in datasets:
         if columns := image_columns(dataset):

@@ -19,7 +19,7 @@ class GroupSelection:
     """Groups of a rollout batch that have a gradient; the same on all processes.
 
     Attributes:
-        placement: of the batch on the processes.
+        placement: which process holds which rows.
         rewards: weighted sums, (N of all,), NaN where no function applied.
         task_rewards: likewise, without the penalty of the KL; they decide which groups have zero variance.
         advantages: (N of all,).
@@ -68,7 +68,7 @@ class Noise:
     Attributes:
         rows: (N,), whether the completion of each row of this process is noisy.
         generations: noisy completions of each prompt.
-        strength: of the perturbation, in [0, 1].
+        strength: strength of the perturbation, in [0, 1].
         prompts: prompts sampled from, noisy rows with perturbed images; None: no row is noisy.
     """
 
@@ -80,7 +80,9 @@ class Noise:
 
 @dataclass(repr=False)
 class Rollout:
-    """One rollout batch of this process; each stage sets its attributes once.
+    """One rollout batch of this process, which its stages fill in.
+
+    What later stages read unchanged is set once (`_SET_ONCE`); `batch`, `signals` and `metrics` grow.
 
     Attributes:
         rows: rows of the data, one per completion.
@@ -100,7 +102,7 @@ class Rollout:
 
         Scored:
         scores: scores of the completions under the policy; None: nothing needs them.
-        reference: likewise under the reference model.
+        reference: scores under the reference model; None: nothing needs them.
         signals: signals of the completions, and after the selection of the groups that are trained on.
 
         Rewarded:

@@ -15,7 +15,7 @@ from vgr_trl.data.read_row import column_names, image_columns
 from vgr_trl.metrics.step_metrics import StageClock
 from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rows import Prompts
-from vgr_trl.sharing.report import Feature, SharingReport
+from vgr_trl.sharing.model_support import Feature, SharingReport
 from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal
 from vgr_trl.vision import DummyImage, VisionCache
 
@@ -26,7 +26,7 @@ class RunFacts:
 
     Attributes:
         model: the policy, before accelerate wraps it.
-        processor: of the model, or its tokenizer.
+        processor: processor of the model, or its tokenizer.
         is_vlm: whether the model reads images.
         rewards: reward functions by name.
         completion_maker: the option by which a completion is more than an answer to its prompt, or None.
@@ -35,7 +35,7 @@ class RunFacts:
         has_images: whether the data have a column of images, or may have.
         generation: options of generation by transformers, with the model's defaults; empty with vLLM.
         has_router_loss: whether the loss has the load-balancing term of a mixture of experts.
-        zero_stage: of DeepSpeed; 0 without it.
+        zero_stage: stage of DeepSpeed; 0 without DeepSpeed.
         fsdp_version: 0 without FSDP.
         compiles: whether accelerate compiles the model.
         own_loss: whether a subclass or a patch has replaced a method of the loss.

@@ -95,8 +95,7 @@ from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, v
 from vgr_trl.run import Measurement, Run, RunFacts, has_own_loss, iterate_datasets, read_facts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import FurtherPrompts, GroupSelector, ZeroVarianceStreak
-from vgr_trl.sharing.model_support import base_of, causal_model
-from vgr_trl.sharing.report import SharingReport
+from vgr_trl.sharing.model_support import SharingReport, base_of, causal_model
 from vgr_trl.sharing.shared_forward import prepare_rows
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Purpose, Scores, Want, policy_is_active

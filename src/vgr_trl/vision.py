@@ -188,7 +188,7 @@ def _join_features(features: Sequence[Features], kind: type, stacks: bool, behin
     """Return outputs of `get_image_features` with these features alone.
 
     Args:
-        features: of each image.
+        features: features of each image.
         kind: class of the outputs.
         stacks: whether pooled features are one tensor.
         behind: whether deepstack features are one tensor per layer.
@@ -213,7 +213,7 @@ def images_processed_once(processor: Any) -> Iterator[None]:
     transformers.
 
     Args:
-        processor: of prompts; it may have no image processor.
+        processor: processor of prompts; it may have no image processor.
     """
     images: Any = getattr(processor, "image_processor", None)
     is_known = type(images).__module__.startswith("transformers.models.")  # whose processors are deterministic
@@ -295,7 +295,7 @@ def plan_windows(lengths: list[int], device: torch.device) -> tuple[dict[int, to
 
     Args:
         lengths: number of patches of each window, S in all.
-        device: of the positions.
+        device: device of the returned index tensors.
 
     Returns:
         Length of a window -> indices of the patches in windows of this length, (windows * length,).
@@ -344,7 +344,7 @@ def attend_windows(
         key: (1, H, S, D).
         value: (1, H, S, D).
         dropout: probability.
-        scaling: of the scores; None: 1 / sqrt(D).
+        scaling: softmax scale; None: 1 / sqrt(D).
 
     Returns:
         (1, S, H, D).
@@ -369,8 +369,8 @@ class DummyImage:
     would for images without a loss.
 
     Args:
-        processor: of prompts.
-        accelerator: of the trainer.
+        processor: processor of prompts.
+        accelerator: accelerator of the run.
         sharded: whether parameters are sharded, so that passes without gradients need the tower, too.
 
     Attributes:

@@ -4,13 +4,13 @@ from support.models import compare
 from support.models.families import EOS, build, make_batch
 from transformers import CompileConfig, DynamicCache
 
-from vgr_trl.sharing import share_prompts, shared_generate
+from vgr_trl.sharing import share_prompts, shared_forward
 from vgr_trl.sharing.model_support import cache_name
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "qwen3_5"])
 def test_tokens_of_a_cache_that_is_outgrown_twice(name, monkeypatch):
-    monkeypatch.setattr(shared_generate, "ROOM", 5)
+    monkeypatch.setattr(shared_forward, "ROOM", 5)
     compare.assert_same_tokens(build(name), make_batch(name), sample=True)
 
 

@@ -13,9 +13,8 @@ from support.models.families import FAMILIES, IMAGE, OPEN, OTHERS, PAD, PIXEL_IN
 
 from vgr_trl.errors import DataError
 from vgr_trl.sharing import ignore_empty_images, share_prompts, why_not_share
-from vgr_trl.sharing.model_support import causal_model
+from vgr_trl.sharing.model_support import UnsupportedModel, causal_model
 from vgr_trl.sharing.prefix_split import check_inputs, find_split
-from vgr_trl.sharing.report import UnsupportedModel
 
 SAME = 1e-6  # a plain pass, whose head scores fewer columns
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}

@@ -10,7 +10,7 @@ from support.models.flash_on_cpu import PaddedKernel, as_flash, with_kernels
 from support.steps import DAPO, LOSSES, ROUNDING, STOCK, assert_same_steps, options, trained
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from vgr_trl.sharing import attention, merged_attention, share_prompts
+from vgr_trl.sharing import attention, share_prompts
 from vgr_trl.sharing.attention import sdpa_by_key_head
 from vgr_trl.sharing.row import Visibility
 
@@ -21,7 +21,7 @@ def test_merged_attention(name, checkpointing, monkeypatch):
     """As on a GPU, whose kernels return the logsumexp; layers with a window attend with masks."""
     merged = []
     monkeypatch.setattr(attention, "can_merge", lambda query, seen: seen == Visibility() and not merged.append(seen))
-    monkeypatch.setattr(merged_attention, "_Kernel", PaddedKernel)
+    monkeypatch.setattr(attention, "_Kernel", PaddedKernel)
     model = with_head(build(name)).double().train(checkpointing)
     batch = make_batch(name, images=(1, 2) if FAMILIES[name].picture else (0, 0))
     batch.inputs = {key: value.double() if value.is_floating_point() else value for key, value in batch.inputs.items()}

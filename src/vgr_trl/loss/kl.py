@@ -42,7 +42,7 @@ def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str = "low_var_kl") -> Te
 
     Args:
         logps: log-probabilities (N, T) of the tokens; for `full` logits (N, T, vocabulary).
-        ref_logps: of the reference, the same shape.
+        ref_logps: log-probabilities or logits of the reference, the same shape.
         kind: one of `KINDS`.
 
     Returns:
@@ -120,7 +120,7 @@ def over_positions(
 
     Args:
         measure: returns values (C,) of hidden states (C, D) and parts of `further`.
-        heads: that `measure` uses; the first gets gradients.
+        heads: heads that `measure` uses; the first gets gradients.
         hidden: (N, T, D) with gradients.
         mask: (N, T) bool.
         further: (K, …), of the K positions in the mask.

@@ -34,7 +34,7 @@ def cast_adapters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
 
     Args:
         model: with or without adapters, also wrapped.
-        dtype: of autocast (`adapter_dtype`); None: nothing is cast.
+        dtype: type in which autocast computes (`adapter_dtype`); None: nothing is cast.
     """
     layers = [module for module in model.modules() if type(module) is Linear] if dtype is not None else []
     changed: list[Any] = []

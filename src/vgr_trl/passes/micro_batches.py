@@ -58,7 +58,7 @@ class RowsPerPass:
         """Return the load of a pass; above 1 it has too many rows.
 
         Args:
-            rows: of the pass.
+            rows: number of rows of the pass.
             computed: its positions, with every prompt once.
             attended: its positions, with the prompt once per row.
         """

@@ -16,9 +16,8 @@ from vgr_trl.passes.loss_mask import Skipping, find_text
 from vgr_trl.patches.trl import make_completions_causal
 from vgr_trl.run import Run
 from vgr_trl.sharing.context_manager import share_prompts
-from vgr_trl.sharing.model_support import base_of, causal_model, replace_hidden_states
+from vgr_trl.sharing.model_support import UnsupportedModel, base_of, causal_model, replace_hidden_states
 from vgr_trl.sharing.prefix_split import check_inputs, find_split, round_up_to_groups
-from vgr_trl.sharing.report import UnsupportedModel
 from vgr_trl.sharing.row import Row, lay_out
 from vgr_trl.sharing.shared_forward import (
     drop_empty_images,
@@ -52,7 +51,7 @@ def score(
         batch: as `scoring_inputs` returns it.
         want: quantities to return beside log-probabilities.
         model: another model to score with, which TRL's scoring can call; None: the policy.
-        purpose: of the pass.
+        purpose: purpose of the pass.
 
     Raises:
         NotFiniteError: log-probabilities are NaN.
@@ -76,7 +75,7 @@ def run_pass(
         model: the policy, its reference or a critic, also wrapped.
         batch: arguments of TRL's scoring, but for the model, (N, P + T). With tools `tool_mask` (N, T).
         want: quantities to return, and tokens that are read.
-        purpose: of the pass.
+        purpose: purpose of the pass.
         gradients: whether a backward pass follows.
     """
     given = {name: value for name, value in batch.items() if value is not None}
@@ -87,11 +86,17 @@ def run_pass(
         return Scores(0 * anchor, want.tokens, torch.zeros_like(anchor) if want.entropies else None, rows_run=0)
     is_whole = gradients or purpose is Purpose.EVALUATION or want.tokens is not None
     rows = None if is_whole else _rows_of_chunk(run, inputs)
+    averages = run.accelerator.is_fsdp2 and gradients
+    uneven = run.all_agree if run.facts.is_sharded and run.dummy_image is None else None
+    has_rows = run.features.sharing["training" if gradients else "scoring"].enabled
     with (
         torch.set_grad_enabled(gradients),
         run.clock.stage(purpose.value, run.trains and not gradients),
         nullcontext() if gradients else disable_gradient_checkpointing(run.model, checkpointing),
-        around_pass(run, model),
+        run.vision_cache.around(model, counts=run.trains),
+        head_with_average_gradient(causal_model(model)) if averages else nullcontext(),
+        ignore_empty_images(model, agree=uneven) if uneven or not has_rows else nullcontext(),
+        nullcontext() if run.dummy_image is None else run.dummy_image.around(model, False),
     ):
         scores = score_in_chunks(model, inputs, want, compute=partial(_compute, run), rows_per_pass=rows)
     return replace(scores, values=scores.logps) if purpose is Purpose.CRITIC else scores  # its head gives values
@@ -168,8 +173,8 @@ def _lay_out(
 def _rows_of_chunk(run: Run, inputs: Mapping[str, Any]) -> int:
     """Return the number of rows of a scoring chunk, the same on every process."""
     args, most = run.args, run.args.max_tokens_per_micro_batch
-    group = run.completions_per_prompt if run.features.share_scoring.enabled else None
-    rows = round_up_to_groups(run.rows_per_chunk if run.trains else args.per_device_eval_batch_size, group or 1)
+    group = run.completions_per_prompt if run.features.share_scoring.enabled else 1
+    rows = round_up_to_groups(run.rows_per_chunk if run.trains else args.per_device_eval_batch_size, group)
     if most is None:
         return rows
     columns = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=run.accelerator.device)
@@ -189,26 +194,6 @@ def _can_skip_pass(run: Run, inputs: Mapping[str, Any], want: Want, tokens: Tens
     if not (alone and has_whole_weights(run.accelerator) and skips) or want.reads_states or bool(tokens.any()):
         return False
     return all(weight.grad is not None for weight in run.model.parameters() if weight.requires_grad)
-
-
-@contextmanager
-def around_pass(run: Run, model: nn.Module) -> Iterator[None]:
-    """Wrap the passes of this block: image features, head, dummy image.
-
-    Args:
-        run: gives processes and plans; metrics leave out the passes of an evaluation.
-        model: the model that runs, also wrapped.
-    """
-    averages = run.accelerator.is_fsdp2 and torch.is_grad_enabled()
-    uneven = run.all_agree if run.facts.is_sharded and run.dummy_image is None else None
-    has_rows = run.features.sharing["training" if torch.is_grad_enabled() else "scoring"].enabled
-    with (
-        run.vision_cache.around(model, counts=run.trains),
-        head_with_average_gradient(causal_model(model)) if averages else nullcontext(),
-        ignore_empty_images(model, agree=uneven) if uneven or not has_rows else nullcontext(),
-        nullcontext() if run.dummy_image is None else run.dummy_image.around(model, False),
-    ):
-        yield
 
 
 @contextmanager
@@ -232,17 +217,15 @@ def around_generation(run: Run, model: nn.Module) -> Iterator[None]:
         run.sharing.add(report.rows, report.prompts)
 
 
-def rows_within(most_tokens: int, group: int | None, longest: int, completion: int) -> int:
+def rows_within(most_tokens: int, group: int, longest: int, completion: int) -> int:
     """Return the number of rows that fit into a budget of tokens, at least one.
 
     Args:
         most_tokens: `max_tokens_per_micro_batch`.
-        group: G where prompts are shared, so that whole groups pass if one fits; None: they are not.
+        group: G where prompts are shared, so that whole groups pass if one fits; 1 where they are not.
         longest: P + T.
         completion: T.
     """
-    if group is None:
-        return max(most_tokens // longest, 1)
     if (groups := most_tokens // (longest + (group - 1) * completion)) > 0:
         return groups * group
     return max((most_tokens - longest) // completion + 1, 1)
@@ -252,7 +235,7 @@ def refuse_nan(logps: Tensor, mask: Tensor, step: int) -> None:
     """Raise `NotFiniteError` if log-probabilities (N, T) are NaN, which signals would read as rows without images.
 
     Args:
-        logps: of a scoring pass.
+        logps: log-probabilities of a scoring pass.
         mask: (N, T) bool, tokens that count.
         step: optimizer steps so far.
     """

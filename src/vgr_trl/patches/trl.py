@@ -67,7 +67,7 @@ def keep_training_table(output_dir: str, step: int, evaluates: bool) -> Iterator
     TRL 1.16 names both tables by the step, so that an evaluation would overwrite the table of training.
 
     Args:
-        output_dir: of the run.
+        output_dir: output folder of the run.
         step: number of the step.
         evaluates: whether this process writes the table of an evaluation.
     """
@@ -134,8 +134,8 @@ def images_logged_by_all(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]]
     With tools TRL logs the images, as it knows those that tools return.
 
     Args:
-        trainer: that logs.
-        rows: of this process.
+        trainer: trainer that logs.
+        rows: rows of this process.
     """
     if not trainer.log_multimodal or trainer.tools or trainer.environment_factories:
         yield
@@ -232,7 +232,7 @@ def enable_reference_model(owner: Any, args: DAPOConfig, *, teaches: bool = Fals
     """Set beta to 1 in this block if the reference model is needed, so that TRL builds and scores it.
 
     Args:
-        owner: of the attribute `beta`.
+        owner: object with the attribute `beta`.
         args: options of the run.
         teaches: whether a teacher needs it too, or a KL term alone.
     """
@@ -244,7 +244,7 @@ def override_sampling(trainer: GRPOTrainer, wanted: Mapping[str, float]) -> Abst
     """Override `temperature` and `top_p` of vLLM or transformers in this block; temperature 0 is greedy.
 
     Args:
-        trainer: that generates.
+        trainer: trainer that generates.
         wanted: `temperature`, `top_p`, both or neither.
     """
 
@@ -464,7 +464,7 @@ def make_completions_causal(inputs: Mapping[str, Any], config: Any, completion_l
 
     Args:
         inputs: by name, with or without token types.
-        config: of the model.
+        config: configuration of the model.
         completion_length: T.
     """
     changed = dict(inputs)

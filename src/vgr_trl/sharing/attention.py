@@ -1,23 +1,27 @@
 """Attention over the row of a pass, and the attention functions that models look up in transformers.
 
 `read_rows` lets every attention function of the process read the layout among its keyword arguments, which a gradient
-checkpoint keeps: prompts attend to themselves, completions to their prompts and to themselves.
+checkpoint keeps: prompts attend to themselves, completions to their prompts and to themselves. Mixers that carry a
+state (linear attention, convolutions) are split inside their layer.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache, partial, wraps
+from inspect import signature
 from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
 from vgr_trl.patching import patched_attribute
-from vgr_trl.sharing.merged_attention import attend_merged, can_merge
-from vgr_trl.sharing.row import ROW, Row, Visibility
+from vgr_trl.sharing.row import ROW, Bounds, Row, Visibility
 
 _OF_PACKED_ROWS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -111,10 +115,8 @@ def visibility(module: Any, row: Row, window: int | None) -> Visibility:
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
     # Images of Gemma 4 see themselves in layers with a window only.
     sees_images = row.images is not None and (config.model_type != "gemma4_text" or window is not None)
-    is_wide = window is None or row.longest <= window
-    return Visibility(
-        None if is_wide else window, None if chunk is None or row.longest <= chunk else chunk, sees_images
-    )
+    window, chunk = (None if size is None or row.longest <= size else size for size in (window, chunk))
+    return Visibility(window, chunk, sees_images)
 
 
 def _attend_padded(
@@ -129,23 +131,18 @@ def _attend_padded(
     first = prompts * max(row.prompts)
     of_prompts = (each[:first].unflatten(0, (prompts, -1)).transpose(1, 2) for each in tokens)  # (U, heads, P, D)
     own = (each[first:].unflatten(0, (completions, -1)).transpose(1, 2) for each in tokens)  # (N, heads, C or P + C, D)
-    masks = row.masks(seen)
-    if module.config._attn_implementation == "eager":
-        masks = tuple(_make_bias(mask, row, query.dtype) for mask in masks)  # type: ignore[assignment]
+    is_eager = module.config._attn_implementation == "eager"
+    # Eager attention adds masks to its scores, also causal ones, which a chunk of the whole row asks for.
+    masks: Any = row.masks(seen._replace(chunk=seen.chunk or row.longest) if is_eager else seen)
+    if is_eager:
+        least = torch.finfo(query.dtype).min
+        masks = [torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, least) for mask in masks]
     parts = [
         attend(module, *each, mask, **options)[0].flatten(0, 1)  # (places, H, D)
         for each, mask in zip((of_prompts, own), masks, strict=True)
     ]
     outputs: Tensor = torch.cat(parts)
     return (outputs if row.is_even else outputs.index_select(0, row.back)).unsqueeze(0)
-
-
-def _make_bias(mask: Tensor | None, row: Row, dtype: torch.dtype) -> Tensor:
-    """Return what eager attention adds to scores, 0 or the smallest number, for a mask; None: of a causal mask."""
-    if mask is None:
-        width = max(row.prompts)
-        mask = torch.ones(1, 1, width, width, dtype=torch.bool, device=row.device).tril()
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _attend_packed(
@@ -253,3 +250,185 @@ def prefers_cudnn() -> bool:
     if not torch.cuda.is_available() or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     return Version(torch.__version__).release >= (2, 11) and torch.cuda.get_device_capability()[0] >= 9
+
+
+_HAS_VARIABLE_LENGTHS = Version(torch.__version__).release >= (2, 10)  # as `torch.nn.attention.varlen` calls the kernel
+_WIDEST_HEAD = 256
+
+
+def can_merge(query: Tensor, seen: Visibility) -> bool:
+    """Whether the kernels take such queries, (1, H, L, D): 16 bits on a GPU, each token seeing all earlier ones."""
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    fits = dtype in (torch.bfloat16, torch.float16) and query.size(-1) % 8 == 0 and query.size(-1) <= _WIDEST_HEAD
+    return device == "cuda" and _HAS_VARIABLE_LENGTHS and fits and seen == Visibility()
+
+
+def attend_merged(query: Tensor, key: Tensor, value: Tensor, row: Row, scaling: float | None) -> Tensor:
+    """Compute the attention of a row whose tokens see all earlier ones, (1, L, H, D).
+
+    Args:
+        query: (1, H, L, D).
+        key: (1, key heads, L, D).
+        value: (1, key heads, L, D).
+        row: layout, in which the completions of a prompt stand together.
+        scaling: softmax scale, 1 / sqrt(D) by default.
+    """
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    tokens = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))  # (L, heads, D)
+    scaling = query.size(-1) ** -0.5 if scaling is None else scaling
+    outputs: Tensor = _Merged.apply(*tokens, row, scaling)
+    return outputs.unsqueeze(0)
+
+
+class _Merged(torch.autograd.Function):
+    """Three calls of the kernel: prompts, completions over their prompts, completions over themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: Row, scaling: float) -> Tensor:
+        kernel, first = _Kernel(scaling), row.first
+        (prompts, own), (keys, own_keys), (values, own_values) = (
+            (each[:first], each[first:]) for each in (query, key, value)
+        )
+        before, lse_before = kernel.forward(prompts, keys, values, row.prompt_bounds, causal=True)
+        over, lse_over = kernel.forward(own, keys, values, row.bounds_over_prompts, causal=False)
+        itself, lse_itself = kernel.forward(own, own_keys, own_values, row.bounds_over_themselves, causal=True)
+        lse = torch.logaddexp(lse_over, lse_itself)  # (H, completions' tokens)
+        share = (lse_over - lse).exp().T.unsqueeze(-1)  # (completions' tokens, H, 1)
+        behind = torch.lerp(itself.to(lse.dtype), over.to(lse.dtype), share).to(query.dtype)
+        outputs = torch.cat([before, behind])
+        ctx.save_for_backward(query, key, value, outputs, lse_before, lse)
+        ctx.row, ctx.kernel = row, kernel
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, outputs, lse_before, lse = ctx.saved_tensors
+        row, kernel, first = ctx.row, ctx.kernel, ctx.row.first
+        before, behind = slice(first), slice(first, None)
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+        def run(queries: slice, keys: slice, lse: Tensor, bounds: Bounds, causal: bool) -> tuple[Tensor, ...]:
+            of_queries = grad[queries].contiguous(), query[queries], key[keys], value[keys], outputs[queries], lse
+            found: tuple[Tensor, ...] = kernel.backward(*of_queries, bounds, causal=causal)
+            return found
+
+        of_prompts = run(before, before, lse_before, row.prompt_bounds, True)
+        over = run(behind, before, lse, row.bounds_over_prompts, False)
+        itself = run(behind, behind, lse, row.bounds_over_themselves, True)
+        grads[0][before] = of_prompts[0]
+        torch.add(over[0], itself[0], out=grads[0][behind])
+        for grad_of, one, other, own in zip(grads[1:], of_prompts[1:], over[1:], itself[1:], strict=True):
+            torch.add(one, other, out=grad_of[before])
+            grad_of[behind] = own
+        return (*grads, None, None)
+
+
+class _Kernel:
+    """PyTorch's flash attention with variable lengths, on a GPU."""
+
+    def __init__(self, scaling: float) -> None:
+        self.scaling = scaling
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return outputs (tokens, H, D) and logsumexp (H, tokens)."""
+        attend = torch.ops.aten._flash_attention_forward
+        outputs, lse, self.random, *_ = attend(query, key, value, *bounds, 0.0, causal, False, scale=self.scaling)
+        return outputs, lse
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, outputs: Tensor, lse: Tensor, bounds: Bounds, *,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return the gradients of queries, keys and values."""
+        unused = torch.empty(0, device=query.device)
+        given = grad, query, key, value, outputs, lse.contiguous(), *bounds, 0.0, causal, self.random, unused
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(*given, scale=self.scaling)
+        return grads
+
+
+KINDS = ("linear_attention", "conv")  # as configurations call such layers
+_CACHE_NAMES = ("cache_params", "cache", "past_key_values")
+_split: set[type[nn.Module]] = set()
+
+
+def split_state_mixers(base: Any) -> None:
+    """Let the state mixers of a model read the layout of a row, for the whole process: checkpoints recompute later."""
+    kinds = getattr(base.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if not {*KINDS}.intersection(kinds):
+        return
+    layers: list[Any] = DynamicCache(config=base.config).layers
+    for module in base.modules():
+        number = getattr(module, "layer_idx", None)
+        if not isinstance(number, int) or isinstance(module, GradientCheckpointingLayer) or type(module) in _split:
+            continue
+        names = [name for name in _CACHE_NAMES if name in signature(module.forward).parameters]
+        if names and kinds[number] in KINDS:
+            kind: Any = type(module)
+            kind.forward = _split_by_row(kind.forward, names[0], layers[number].number_of_states)
+            _split.add(kind)
+
+
+def _split_by_row(plain: Callable[..., Tensor], cache: str, number_of_states: int) -> Callable[..., Tensor]:
+    @wraps(plain)
+    def forward(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        row: Row | None = kwargs.pop(ROW, None)
+        if row is None:
+            return plain(module, hidden_states, *args, **kwargs)
+        row.read_by.add(module.layer_idx)
+
+        def run(places: Tensor, mask: Tensor | None, state: Any) -> Tensor:
+            states = Cache(layers=[state] * (module.layer_idx + 1))  # which finds it by the number of the layer
+            return plain(module, hidden_states[0, places], **{cache: states, "attention_mask": mask}).flatten(0, 1)
+
+        stored, (places, mask, back) = _StoredState(number_of_states), row.left_padded
+        before = run(places, mask, stored)[back]
+        behind = run(row.own_places, None, _ExpandedState(stored, row.group_index))
+        return torch.cat([before, behind[row.back[row.first :] - row.prompt_places.numel()]]).unsqueeze(0)
+
+    return forward
+
+
+class _State(LinearAttentionCacheLayerMixin):
+    def __init__(self, number_of_states: int) -> None:
+        super().__init__(number_of_states)
+        self.record_past = True  # a pass over one token must not write states in place
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the states are given."""
+
+
+class _StoredState(_State):
+    """Convolution and recurrent states after the prompts."""
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        kernel = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        full = pad(conv_states, (max(kernel - conv_states.shape[-1], 0), 0))
+        self.conv_states[state_idx] = full[..., -kernel:]  # (U, D, kernel)
+        return full
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states  # (U, H, D, D)
+        return recurrent_states
+
+
+class _ExpandedState(_State):
+    """The states of each completion's prompt; read-only."""
+
+    def __init__(self, stored: _StoredState, index: Tensor) -> None:
+        super().__init__(stored.number_of_states)
+        for own, states in ((self.conv_states, stored.conv_states), (self.recurrent_states, stored.recurrent_states)):
+            own |= {number: None if state is None else state.index_select(0, index) for number, state in states.items()}
+        self.has_previous_state = dict.fromkeys(self.conv_states, True)
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        before: Any = self.conv_states[state_idx]
+        return torch.cat([before, conv_states], dim=-1)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        return recurrent_states

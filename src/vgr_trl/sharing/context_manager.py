@@ -16,14 +16,13 @@ from vgr_trl.errors import ConfigError
 from vgr_trl.patching import patched_method
 from vgr_trl.sharing.exactness import why_not_share
 from vgr_trl.sharing.model_support import (
+    SharingReport,
     base_of,
     causal_model,
     has_sharded_parameters,
     why_no_pass_shares,
 )
-from vgr_trl.sharing.report import SharingReport
-from vgr_trl.sharing.shared_forward import SharedForward, ignore_empty_images, prepare_rows
-from vgr_trl.sharing.shared_generate import SharedGeneration
+from vgr_trl.sharing.shared_forward import SharedForward, SharedGeneration, ignore_empty_images, prepare_rows
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vgr_trl.errors import error_text
 from vgr_trl.patching import patched_attribute
 from vgr_trl.sharing.model_support import (
+    UnsupportedModel,
     base_of,
     causal_model,
     check_model,
@@ -24,7 +25,6 @@ from vgr_trl.sharing.model_support import (
     why_no_pass_shares,
 )
 from vgr_trl.sharing.prefix_split import PrefixSplit
-from vgr_trl.sharing.report import UnsupportedModel
 from vgr_trl.sharing.row import lay_out
 from vgr_trl.sharing.shared_forward import prepare_rows
 

@@ -18,9 +18,10 @@ from vgr_trl.pixels import (
     parts_by_tokens,
 )
 from vgr_trl.sharing.model_support import (
+    UnsupportedModel,
     check_token_types,
+    require,
 )
-from vgr_trl.sharing.report import UnsupportedModel, require
 
 PER_TOKEN = ("input_ids", "attention_mask", *TOKEN_TYPES)
 _KNOWN = {*PER_TOKEN, *IMAGE_INPUTS, "position_ids"}

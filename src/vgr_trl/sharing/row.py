@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vgr_trl.pixels import on_device
+from vgr_trl.sharing.model_support import require
 from vgr_trl.sharing.prefix_split import PrefixSplit, first_rows, is_constant, sort_by_group, take_pixels
-from vgr_trl.sharing.report import require
 
 ROW = "shared_row"  # keyword argument by which attention functions and state mixers get the layout
 
@@ -190,13 +190,12 @@ class Row:
         return ((visible & is_key) | itself).unsqueeze(1)
 
     def _own_mask(self, seen: Visibility) -> Tensor:
-        lengths = on_device(self.prompts, self.device)[self.group_index].view(-1, 1, 1)  # (N, 1, 1)
+        lengths = on_device(self.prompts, self.device)[self.group_index].unsqueeze(1)  # (N, 1)
         before, own = (torch.arange(max(each), device=self.device) for each in (self.prompts, self.completions))
-        queries = lengths + own.view(1, -1, 1)  # (N, C, 1) places in prompt and completion
-        of_prompt = (before < lengths) & _is_near(queries, before, seen)  # (N, C, P)
-        of_own = (own <= own.unsqueeze(1)) & _is_near(queries, lengths + own, seen)  # (N, C, C)
-        shape = len(self.rows), len(own), -1
-        return torch.cat([of_prompt.expand(shape), of_own.expand(shape)], dim=-1).unsqueeze(1)
+        queries = lengths + own  # (N, C) places in prompt and completion
+        before = torch.where(before < lengths, before, self.longest)  # (N, P), padding behind all queries
+        queries, keys = queries.unsqueeze(-1), torch.cat([before, queries], dim=1).unsqueeze(1)
+        return ((keys <= queries) & _is_near(queries, keys, seen)).unsqueeze(1)
 
     @cached_property
     def row_index(self) -> Tensor:
@@ -205,9 +204,8 @@ class Row:
     @cached_property
     def numbers(self) -> Tensor:
         """(L,) number of the prompt or completion that each token belongs to."""
-        parts = [torch.tensor(lengths) for lengths in (self.prompts, self.completions)]
-        found = torch.cat([torch.repeat_interleave(torch.arange(len(part)), part) for part in parts])
-        return found.to(self.device, non_blocking=True)
+        parts = [_is_valid(lengths).nonzero()[:, 0] for lengths in (self.prompts, self.completions)]
+        return torch.cat(parts).to(self.device, non_blocking=True)
 
     @cached_property
     def table(self) -> Tensor:

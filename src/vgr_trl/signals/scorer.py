@@ -12,9 +12,13 @@ from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.patching import evaluating
 from vgr_trl.pixels import TOKEN_TYPES, counts_by_tokens, extend_token_types, image_inputs_of
 from vgr_trl.sharing.context_manager import share_prompts
-from vgr_trl.sharing.model_support import causal_model, has_sharded_parameters, why_adapter_reads_whole_rows
+from vgr_trl.sharing.model_support import (
+    SharingReport,
+    causal_model,
+    has_sharded_parameters,
+    why_adapter_reads_whole_rows,
+)
 from vgr_trl.sharing.prefix_split import is_image_token, round_up_to_groups
-from vgr_trl.sharing.report import SharingReport
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import vision_token_ids
 from vgr_trl.signals.scoring import AttentionPlan, Want, score

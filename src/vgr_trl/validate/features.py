@@ -26,14 +26,14 @@ from vgr_trl.rewards.loading import may_read_columns
 from vgr_trl.run import Features, Measurement, Run, RunFacts
 from vgr_trl.sharing.exactness import why_not_share
 from vgr_trl.sharing.model_support import (
+    Feature,
     base_of,
     causal_model,
     has_active_dropout,
     is_compiled,
     why_adapter_reads_whole_rows,
 )
-from vgr_trl.sharing.report import Feature
-from vgr_trl.sharing.shared_generate import why_not_static
+from vgr_trl.sharing.shared_forward import why_not_static
 from vgr_trl.signals.named import PER_IMAGE, named_signals, needed_signal_columns
 from vgr_trl.signals.probe import (
     count_attention_layers,

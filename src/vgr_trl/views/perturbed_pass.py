@@ -213,7 +213,7 @@ def _score_row_view(run: Run, rollout: Rollout, name: str, chunks: Sequence[rang
     Args:
         run: scores the completions.
         rollout: a scored rollout; it keeps the images of the view `teacher`, and its batch gets columns of loss terms.
-        name: of the view among the signals.
+        name: name of the view among the signals.
         chunks: rows of each pass.
     """
     found, top, measurement = [], [], run.measurement
@@ -369,7 +369,7 @@ def perturb_noisy_prompts(run: Run, rollout: Rollout, prompts: Prompts) -> Promp
     Args:
         run: options, step and processor.
         rollout: its `noise` is set.
-        prompts: of the first turn.
+        prompts: prompts of the first turn.
 
     Raises:
         DataError: a perturbed image has other tokens than the image.
@@ -401,7 +401,7 @@ def noisy_rows(numbers: Sequence[int], generations: int, count: int) -> list[boo
     """Return which rows are noisy: the last `count` completions of each prompt.
 
     Args:
-        numbers: of the rows over all processes.
+        numbers: numbers of the rows over all processes.
         generations: completions per prompt.
         count: noisy completions per prompt.
     """

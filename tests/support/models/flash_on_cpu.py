@@ -51,7 +51,7 @@ def as_flash(model):
 
 
 class PaddedKernel:
-    """What `merged_attention._Kernel` does, by PyTorch's flash attention on a CPU over padded parts."""
+    """What `attention._Kernel` does, by PyTorch's flash attention on a CPU over padded parts."""
 
     def __init__(self, scaling):
         self.scaling = scaling
