@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         stated, kept = read_configuration(arguments)
         command = None if stated is None or is_launched else _build_launch_command(stated, kept, words)
+        if stated is None and not any(argument.startswith(("--config", "--help", "-h")) for argument in arguments):
+            raise ConfigError("config= is missing: give config=FILE.yaml, a configuration of EasyR1 or MTRL.")
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

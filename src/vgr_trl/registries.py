@@ -36,8 +36,6 @@ def _naming_import_errors(where: str, kind: str, error_type: type[VGRError]) -> 
     """Convert the errors of importing a plug-in into `error_type`, with the reason."""
     try:
         yield
-    except error_type:
-        raise
     except (Exception, SystemExit) as error:
         raise error_type(f"Importing {where} for a {kind} failed with {type(error).__name__}: {error}.") from error
 
@@ -54,6 +52,8 @@ def import_file(path: str, kind: str = "plug-in", error_type: type[VGRError] = C
         error_type: raised if the file does not exist or cannot be imported.
     """
     file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise error_type(f"The file {path} of a {kind} does not exist (looked for {file}): give its path.")
     _make_importable(str(file.parent))
     name = file.stem
     if not _imports_file(name, file):
@@ -93,10 +93,18 @@ def import_attribute(spec: str, kind: str, error_type: type[VGRError] = ConfigEr
         error_type: raised if the module cannot be imported or has no such name.
     """
     path, _, attribute = spec.rpartition(":" if ":" in spec else ".")
-    _make_importable(os.getcwd())
-    with _naming_import_errors(spec, kind, error_type):
-        module = import_file(path, kind, error_type) if path.endswith(".py") else importlib.import_module(path)
+    if path.endswith(".py"):
+        module = import_file(path, kind, error_type)
+    else:
+        _make_importable(os.getcwd())
+        with _naming_import_errors(path, kind, error_type):
+            module = importlib.import_module(path)
+    try:
         return getattr(module, attribute)
+    except AttributeError:
+        own = {key: value for key, value in vars(module).items() if callable(value) and key[0] != "_"}
+        accepted = ", ".join(key for key in own if own[key].__module__ == module.__name__) or "another module"
+        raise error_type(f"{path} has no {kind} {attribute!r}: give one of {accepted}.") from None
 
 
 class Registry:

@@ -5,6 +5,7 @@
 TRL makes one environment per completion, passes its row to `reset`, and offers the other methods to the policy.
 """
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -78,14 +79,17 @@ def load_environment(spec: str) -> Any:
     """Load the class that the option `environment` names: a key of `ENVIRONMENTS`, a dotted path or a file.
 
     Raises:
-        ConfigError: the class does not exist, or cannot be imported.
+        ConfigError: the class does not exist, cannot be imported, or is not a class.
     """
     if spec in ENVIRONMENTS:
         return ENVIRONMENTS[spec]
     if "." not in spec:
         others = "a dotted path (my_package.tools.MyTools) or a file (my_tools.py:MyTools)"
         raise ConfigError(f"environment is {spec!r}: give {' or '.join(ENVIRONMENTS)}, {others}.")
-    return import_attribute(spec, "environment")
+    found = import_attribute(spec, "environment")
+    if not inspect.isclass(found):
+        raise ConfigError(f"environment is {spec}, which is of type {type(found).__name__}: give a class.")
+    return found
 
 
 def _to_pixels(start: float, stop: float, side: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ def options_of(tmp_path):
     [
         ("--lerning_rate 1e-4", "Unknown flag --lerning_rate. Did you mean --learning_rate?"),
         ("stray --max_steps 1", "stray"), ("--num_generations four", "--num_generations"),
-        ("--config none.yaml", "none.yaml"),
+        ("--image_key=", "image_key"), ("--config none.yaml", "none.yaml"),
     ],
 )  # fmt: skip
 def test_wrong_flags_are_one_sentence(capsys, flags, message):

@@ -19,7 +19,10 @@ def test_a_full_disk_is_one_sentence_in_every_command(monkeypatch, capsys):
     assert "Disk full while writing files" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["report run --live inf", f"init {'x' * 300}", "demo --threads 0"])
+@pytest.mark.parametrize("words", [
+    "report run --live inf", f"report {'x' * 300}",
+    f"init {'x' * 300}", f"demo --output_dir {'x' * 300}", "demo --threads 0",
+])  # fmt: skip
 def test_values_that_no_command_can_use_are_one_sentence(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(words.split()) == 1

@@ -28,10 +28,9 @@ def test_a_template_is_filled_in_for_each_question(text, choices, system):
 
 
 def test_wrong_templates_are_refused():
-    with pytest.raises(ConfigError):
-        PromptTemplate("{% if choices %}")
-    with pytest.raises(DataError):
-        build_prompt("Which colour?", system_prompt=PromptTemplate("{{ question }}"))
+    for text, role in (("{% if choices %}", "system"), ("{{ question }}", "system"), ("{{ answer }}", "user")):
+        with pytest.raises(ConfigError):
+            PromptTemplate(text, role=role)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vgr_trl.credit import stack_weights, warn_of_padding
-from vgr_trl.errors import ConfigError, DataError
+from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.integrations.verl import credit as verl
 from vgr_trl.integrations.verl.inside_easyr1.main import split_arguments
 from vgr_trl.options import changed_options
@@ -47,7 +47,7 @@ def test_score_of_verl():
     assert score == {"accuracy": 1, "format": 1, "length": -0.5, "score": pytest.approx(1 + 0.5 - 0.1)}
     managed = verl.compute_score("set", "<answer>A</answer>", "B", reward_router_address="10.0.0.1")
     assert managed == {"score": 0, "accuracy": 0, "format": 0}
-    with pytest.raises(KeyError):
+    with pytest.raises(RewardError):
         verl.compute_score("set", RIGHT, "B", {}, length_weight=1.0, **limits)
 
 

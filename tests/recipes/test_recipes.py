@@ -119,7 +119,7 @@ def test_a_recipe_of_ones_own_with_the_options_of_its_plug_ins(tmp_path):
     assert parsed("--recipe", str(file))[2].plugin_options == {"mine_share": 0.5}
     given = parsed("--recipe", str(file), "--plugin_options", '{"mine_share": 0.25}')[2].plugin_options
     assert json.loads(given) == {"mine_share": 0.25}
-    for text in ("- a\n", "a: ["):
+    for text in ("about: {method: mine}\n", "- a\n", "a: ["):
         file.write_text(text)
         with pytest.raises(ConfigError):
             load_recipe(str(file))

@@ -59,10 +59,10 @@ def test_look_again():
 
 def test_environments_by_name(tmp_path):
     file = tmp_path / "my_tools.py"
-    file.write_text("from vgr_trl.tools import Zoom\nclass Mine(Zoom):\n    pass\n")
+    file.write_text("from vgr_trl.tools import Zoom\nclass Mine(Zoom):\n    pass\nmade = Mine()\n")
     assert load_environment("look_again") is load_environment("vgr_trl.tools.LookAgain") is LookAgain
     assert issubclass(load_environment(f"{file}:Mine"), Zoom)
-    for spec in ("zoomed", f"{file}:Yours", "no_such_package.Mine"):
+    for spec in ("zoomed", f"{file}:Yours", f"{file}:made", "no_such_package.Mine"):
         with pytest.raises(ConfigError):
             load_environment(spec)
 

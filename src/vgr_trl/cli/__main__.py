@@ -12,6 +12,7 @@ import warnings
 import webbrowser
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from errno import ENAMETOOLONG
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -311,7 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             with naming_full_disk("files"), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=DEPRECATION_PATTERN, category=FutureWarning)
                 return COMMANDS[name](rest)
-    except VGRError as error:
+    except (VGRError, OSError) as error:
+        if not isinstance(error, VGRError) and error.errno != ENAMETOOLONG:
+            raise
         named = [option for option in keys if "_" in option and re.search(rf"(?<!\w){option}(?!\w)", str(error))]
         origins = "".join(f" Your file sets {option} by {keys[option]}." for option in named)
         print(f"vgr-trl {name}: {error}{origins}", file=sys.stderr)

@@ -91,7 +91,10 @@ class DataArguments:
         if isinstance(self.data_files, list):
             self.data_files = ",".join(map(str, self.data_files))
         check_options(self)
+        keys_of(**vars(self))
         self.image_limits()
+        if self.image_dir not in (None, SHARED) and not Path(self.image_dir).is_dir():
+            raise ConfigError(f"image_dir is {self.image_dir}, which is not a folder.")
         if len(self.prompt_options()) > 1:
             raise ConfigError("prompt_language, system_prompt_file and question_template_file: give only one of them.")
 
@@ -506,10 +509,12 @@ def _read_config_file(file: Path, known: Collection[str], ignored: Collection[st
 def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     """Return the options of a file under their own names; raise `ConfigError` for an unknown option."""
     values = rename_options(values, where)
-    for name in values:
+    for name, value in values.items():
         if name not in known:
             meant = did_you_mean(str(name), known)
             raise ConfigError(f"{where} has {name}, which is not an option.{meant} --help-all lists them.")
+        if value is False and name.endswith("_strategy"):
+            raise ConfigError(f'{where} has {name}: no, which YAML reads as false: write "no" in quotes.')
     return values
 
 

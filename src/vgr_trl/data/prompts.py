@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 from datasets.fingerprint import Hasher
-from jinja2 import StrictUndefined, TemplateError
+from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL import Image
 from transformers import ProcessorMixin
@@ -28,6 +28,9 @@ SYSTEM_PROMPTS: dict[str, str] = yaml.safe_load(
     Path(__file__).with_name("system_prompts.yaml").read_text(encoding="utf-8")
 )
 SYSTEM_PROMPT = SYSTEM_PROMPTS["en"]
+
+# What a template for a message of this role may use.
+VARIABLES = {"system": ("problem", "choices", "letters", "source"), "user": ("content", "problem")}
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -122,7 +125,7 @@ class PromptTemplate:
         role: `system`, or `user` for a message that replaces the question, without a system prompt.
 
     Raises:
-        ConfigError: the text is no template.
+        ConfigError: the text is no template, or uses an unknown variable.
     """
 
     def __init__(self, text: str, name: str = "the system prompt", role: str = "system") -> None:
@@ -130,8 +133,12 @@ class PromptTemplate:
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
         try:
             self._template = environment.from_string(text)
+            unknown = meta.find_undeclared_variables(environment.parse(text)) - {*VARIABLES[role], *environment.globals}
         except TemplateError as error:
             raise ConfigError(f"{name} is not a Jinja2 template ({error_text(error)}): correct it there.") from error
+        if unknown:
+            known = ", ".join(VARIABLES[role])
+            raise ConfigError(f"{name} uses {', '.join(sorted(unknown))}, but only {known} are defined.")
 
     def __reduce__(self) -> Any:
         """Pickle and hash the text, as a compiled template is not the same twice."""

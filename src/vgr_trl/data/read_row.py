@@ -28,7 +28,7 @@ from vgr_trl.data.images import (
     videos_of,
 )
 from vgr_trl.data.prompts import PromptTemplate, build_prompt, drop_video_placeholders, require_placeholders, to_parts
-from vgr_trl.errors import DataError, RewardError
+from vgr_trl.errors import ConfigError, DataError, RewardError
 from vgr_trl.rewards.answers import LETTERS, Solution, resolve_solution
 
 DIALOGUES = ("messages", "conversations")
@@ -344,8 +344,11 @@ def is_media(feature: Any) -> bool:
 
 def keys_of(**flags: str | None) -> Keys:
     """Return the column names that the flags give, where `none` stands for no column."""
-    stated = {name: flags.get(f"{name}_key") for name in KEYS}
-    return {name: () if own == NONE else (own,) if own else KEYS[name] for name, own in stated.items()}
+    given = {name: flags.get(f"{name}_key") for name in KEYS}
+    for name, own in given.items():
+        if own == "" or (name == "problem" and own == NONE):
+            raise ConfigError(f"{name}_key is {own!r}: give the name of a column, or leave the flag out.")
+    return {name: () if own == NONE else (own,) if own else KEYS[name] for name, own in given.items()}
 
 
 def known_names(columns: Iterable[str], keys: Keys) -> dict[str, str]:

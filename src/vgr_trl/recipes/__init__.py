@@ -77,12 +77,15 @@ def read_recipe(spec: str) -> Recipe:
     """Read a recipe by name or path.
 
     Raises:
-        ConfigError: the recipe does not exist, or is not a YAML mapping.
+        ConfigError: the recipe does not exist, is not a YAML mapping, or has an invalid description.
     """
     file = recipe_file(spec)
     values = read_options(file, f"The recipe {file}")
     about = values.pop("about", None)
-    return Recipe(file.stem, about and About(**about), values)
+    try:
+        return Recipe(file.stem, None if about is None else About(**about), values)
+    except TypeError as error:
+        raise ConfigError(f"about of the recipe {file} does not describe a method: {error}") from error
 
 
 def load_recipe(spec: str) -> dict[str, Any]:

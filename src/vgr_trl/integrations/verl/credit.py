@@ -27,7 +27,7 @@ from vgr_trl.config import (
 )
 from vgr_trl.config_converters import EASYR1_KEYS
 from vgr_trl.credit import active_rules, given_weights, shape_advantages, token_weights
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.loss.terms import TermInputs
 from vgr_trl.metrics.step_metrics import Totals, add_weights
 from vgr_trl.options import FACTS, check_options, option, unused_options
@@ -415,8 +415,7 @@ def compute_score(
         reward_router_address, reward_model_tokenizer: passed by verl's reward managers; not used.
 
     Raises:
-        ConfigError: the length reward has a weight, but no sizes.
-        KeyError: it has a weight, but `extra_info` no `response_length`.
+        RewardError: the length reward has a weight, but an argument that it needs is missing.
     """
     info = extra_info or {}
     choices = info.get("choices")
@@ -424,7 +423,9 @@ def compute_score(
     score = {"accuracy": accuracy, "format": think_format_reward([solution_str])[0]}
     total = accuracy_weight * score["accuracy"] + format_weight * score["format"]
     if length_weight:
-        punishment: Any = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)  # type: ignore[arg-type]
+        if max_completion_len is None or soft_punish_cache is None or "response_length" not in info:
+            raise RewardError("Length needs max_completion_len, soft_punish_cache, and response_length in extra_info.")
+        punishment = get_soft_overlong_punishment(max_completion_len, soft_punish_cache)
         score["length"] = punishment([range(int(info["response_length"]))])[0]
         total += length_weight * score["length"]
     return {"score": total, **score}
