@@ -205,7 +205,8 @@ def around_generation(run: Run, model: nn.Module) -> Iterator[None]:
         model: the model that generates, also wrapped.
     """
     shares = run.features.share_generation.enabled
-    modes = {"agree": run.all_agree} if run.facts.is_sharded else {}
+    evens = {"evens_images": run.dummy_image is not None}
+    modes: Any = {"agree": run.all_agree, **evens} if run.facts.is_sharded else {}
     sharing: Any = share_prompts(model, 1, warns=False, **modes) if shares else ignore_empty_images(model)
     with (
         run.vision_cache.around(model, counts=run.trains),

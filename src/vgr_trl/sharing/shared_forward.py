@@ -80,6 +80,7 @@ class SharedForward:
             beginnings of the rows are shared.
         agree: returns whether an answer is True in all processes, where parameters are sharded: `generate` then needs
             equally many passes in all of them, and images in some of them only are refused. None: each decides alone.
+        evens_images: whether the caller looks after images that only some processes have.
         warns: whether to warn once of active dropout.
 
     Attributes:
@@ -94,6 +95,7 @@ class SharedForward:
     report: SharingReport
     completion_length: int | None
     agree: Callable[[bool], bool] | None = None
+    evens_images: bool = False
     warns: bool = True
     first_step: dict[str, SharingReport] | None = None
     labelled: int | None = None
@@ -102,7 +104,7 @@ class SharedForward:
 
     def __post_init__(self) -> None:
         self.names = list(signature(self.plain).parameters)
-        self.agree_on_images = self.agree if "pixel_values" in self.names else None
+        self.agree_on_images = self.agree if "pixel_values" in self.names and not self.evens_images else None
         self.lock = RLock()  # the model keeps the offsets of one generation at a time
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
