@@ -16,6 +16,7 @@ import torch
 import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
+from support.steps import reports_by_place
 from support.trainers import prompts, whole_parameters
 from transformers import AutoProcessor
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
@@ -70,8 +71,10 @@ def run(engine: str, data: tuple[str, str], output: Path, trainer: str, shares: 
         return count(forward, kind, rows, computed, *reasons)
 
     around = share_prompts(made.model) if shares and kind is not DAPOTrainer else nullcontext()
-    with patch.object(SharedForward, "_count", counting), around:
+    with patch.object(SharedForward, "_count", counting), around, reports_by_place() as places:
         made.train()
+    if kind is DAPOTrainer:
+        counted = {name: (report.prompts, report.rows) for name, report in places.items() if report.rows and shares}
     assert engines.found_engine(made) == engine
     end = whole_parameters(made)
     moved = {name: end[name] - start[name] for name in start}
