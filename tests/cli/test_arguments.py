@@ -28,6 +28,9 @@ def options_of(tmp_path):
     ("flags", "message"),
     [
         ("--lerning_rate 1e-4", "Unknown flag --lerning_rate. Did you mean --learning_rate?"),
+        ("--bate 1 --mx 2 --epsilo 3", "Unknown flags --bate, --mx, --epsilo. Did you mean --epsilon? --help-all"),
+        ("--model a --num_generations 8 --deepspeed zero2 --tuner_type=lora --no_such 1",
+         "ms-swift's flags, and ours:\n  --model: --model_name_or_path\n  --deepspeed: accelerate launch"),
         ("stray --max_steps 1", "stray"), ("--num_generations four", "--num_generations"),
         ("--config none.yaml", "none.yaml"),
     ],

@@ -25,13 +25,14 @@ from transformers.utils import find_adapter_config_file
 from trl import ModelConfig
 
 from vgr_trl.config_converters import convert, read_configuration
+from vgr_trl.config_converters.key_tables import explain_unknown
 from vgr_trl.dapo_config import LOSS_TYPES, SEGMENTED, SPELLINGS, DAPOConfig, rename_options
 from vgr_trl.data.checked_rows import SHARED, SkippedRow, prepare_rows, shared_folder
 from vgr_trl.data.images import ImageLimits, downloaded
 from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, refuse_single_image_models, special_tokens
 from vgr_trl.data.read_row import keys_of, require_columns
-from vgr_trl.errors import ConfigError, VGRError, did_you_mean, error_text, naming_torchvision
+from vgr_trl.errors import ConfigError, VGRError, error_text, naming_torchvision
 from vgr_trl.options import check_options, check_value, option, read_mapping
 from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe, read_options
 from vgr_trl.rewards.loading import FileOptions, load_rewards
@@ -468,12 +469,12 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     given, rest = parser.parse_known_args(argv)
     flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
     left_out = [*map(_option_name, flags)]
-    if unknown := [flag for flag in flags if _option_name(flag) not in ignored]:
-        meant = did_you_mean(unknown[0], parser._option_string_actions)
-        raise ConfigError(f"Unknown flag {unknown[0]}.{meant} --help-all lists them.")
+    typed = [_option_name(word) for word in argv if word.startswith("--")]
+    if unknown := [name for name in left_out if name not in ignored]:
+        named = f"Unknown flag{'s' * (len(unknown) > 1)} {', '.join(f'--{name}' for name in unknown)}."
+        raise ConfigError(f"{named}{explain_unknown(unknown, typed, parser.options, '--')} --help-all lists the flags.")
     if rest and not rest[0].startswith("--"):
         raise ConfigError(f"{rest[0]!r} is not a flag or its value: remove it, or quote the value that it is part of.")
-    typed = [_option_name(word) for word in argv if word.startswith("--")]
     stated = rename_options(dict.fromkeys(typed), "The command line")
     if SEGMENTED in typed and not {"early_reward_weights", "config", "recipe"} & stated.keys():
         raise ConfigError(f"--{SEGMENTED} needs --early_reward_weights: give them, or drop the flag.")
@@ -509,10 +510,10 @@ def _read_config_file(file: Path, known: Collection[str], ignored: Collection[st
 def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     """Return the options of a file under their own names; raise `ConfigError` for an unknown option."""
     values = rename_options(values, where)
-    for name in values:
-        if name not in known:
-            meant = did_you_mean(str(name), known)
-            raise ConfigError(f"{where} has {name}, which is not an option.{meant} --help-all lists them.")
+    if unknown := [str(name) for name in values if name not in known]:
+        named = f"{', '.join(unknown)}, which {'is not an option' if len(unknown) == 1 else 'are not options'}."
+        explained = explain_unknown(unknown, [*map(str, values)], known)
+        raise ConfigError(f"{where} has {named}{explained} --help-all lists the options.")
     return values
 
 
@@ -532,7 +533,7 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str], di
     evaluates = command == "evaluate" or bool(found["trainer.val_only"])
     if os.environ.get("RANK", "0") == "0":
         print(found.format_table("--verbose" in flags), flush=True)
-    found.check("--ignore_unknown_keys" in flags, "--reward_funcs" in flags, evaluates)
+    found.check(flags, evaluates)
     for name in ("WANDB_PROJECT", "SWANLAB_PROJ_NAME", "MLFLOW_EXPERIMENT_NAME"):
         os.environ.setdefault(name, str(found.options["project"]))
     options = found.options

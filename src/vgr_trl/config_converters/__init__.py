@@ -9,7 +9,14 @@ from typing import Any
 
 from vgr_trl.config_converters.conversion import Conversion, flatten, read_configuration
 from vgr_trl.config_converters.easyr1 import CONDITIONS, CONVERTERS
-from vgr_trl.config_converters.key_tables import EASYR1_KEYS, VERL_KEYS, check_type, rename_mtrl_keys, rename_verl_keys
+from vgr_trl.config_converters.key_tables import (
+    EASYR1_KEYS,
+    VERL_KEYS,
+    check_type,
+    rename_mtrl_keys,
+    rename_verl_keys,
+    uses_mtrl_sections,
+)
 from vgr_trl.errors import did_you_mean
 
 __all__ = ["EASYR1_KEYS", "Conversion", "convert", "flatten", "read_configuration"]
@@ -27,9 +34,10 @@ def convert(given: Mapping[str, Any], processes: int = 1) -> Conversion:
     """
     is_verl = any(key.startswith("actor_rollout_ref.") for key in given)
     stated, names = rename_verl_keys(given) if is_verl else rename_mtrl_keys(given)
+    framework = "verl" if is_verl else "MTRL" if uses_mtrl_sections(given) else "EasyR1"
     known = EASYR1_KEYS | VERL_KEYS
     keys = {key for key in known if names.get(key, key) in given}
-    found = Conversion({key: each.default for key, each in known.items()}, processes, names, keys)
+    found = Conversion({key: each.default for key, each in known.items()}, processes, names, keys, framework)
     for key, value in stated.items():
         if key in known:
             check_type(found.name(key), value, known[key])
