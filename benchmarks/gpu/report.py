@@ -102,9 +102,9 @@ vendor's dense bfloat16 peak; *logical* MFU: operations that they stand for (pla
   *Micro-batch 1*: one completion a micro-batch; else the whole group. The update is what is not the rollout. *Static*:
   compiled in the first batch and, for a longer prompt, again in the second (9 to 52 s).
   **No other page quotes these steps**: each row ran once, for two steps, with shapes that do not repeat. Micro-batches
-  change the update alone, yet TRL's rollout of the same batches took 17.1 s beside micro-batches of one and 7.0 s beside
-  whole groups, with LoRA 12.9 and 21.6; ours 7.2, 7.9, 16.1 and 17.5. TRL's updates of whole groups took 8.17 and 2.31 s
-  after 1.16 s in the step that warms up. A median of updates whose shapes repeat is not measured.
+  change the update alone, yet TRL's rollout of the same batches took 17.1 s beside micro-batches of one and 7.0 s
+  beside whole groups, with LoRA 12.9 and 21.6; ours 7.2, 7.9, 16.1 and 17.5. TRL's updates of whole groups took 8.17
+  and 2.31 s after 1.16 s in the step that warms up. A median of updates whose shapes repeat is not measured.
 - generation: T tokens of every completion by transformers, a group at once, with its growing cache or a static one,
   which it compiles in a first call that is not counted. The first repeat of *plain, static* compiled again: 20.8 s,
   then 2.9.

@@ -47,7 +47,7 @@ class RunArguments:
 
     recipe: str | None = option(None, "Start from the options of a published method (vgr-trl recipes lists them) "
         "or of your own file (my.yaml). --config overrides it; flags override both.")
-    dry_run: bool = option(False, "Load everything, run one step on a few prompts, print completions and an "
+    dry_run: bool = option(False, "Load everything, run two steps on a few prompts, print completions and an "
         "estimate of the whole run's time and memory; write nothing.")
     verbose: bool = option(False, "Print at the start which features are on, and why the others are off.")
     ignore_unknown_keys: bool = option(False, "If --config is a file of EasyR1, MTRL or verl: ignore keys that have "

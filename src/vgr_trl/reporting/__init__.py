@@ -1,1 +1,1 @@
-"""Records of a run, and their pages: console, Markdown, HTML, notebook. A package by this file, for the site's reference."""
+"""Records of a run, and their pages: console, Markdown, HTML, notebook (a package for the site's reference)."""
