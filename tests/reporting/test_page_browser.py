@@ -198,7 +198,7 @@ def test_runs_of_one_seed_are_no_mean_of_seeds(opened: Open) -> None:
 def test_hostile_text_is_shown_as_text(opened: Open) -> None:
     page = opened("hostile", "Completions")
     shown = HOSTILE.replace("\u202e", "⟨U+202E⟩").replace("\x1b", "⟨U+001B⟩")
-    page.locator(".list button").nth(-2).click()
+    page.locator(".list button").nth(-3).click()
     expect(page.locator(".prompt")).to_have_text(shown)
     assert tokens(page).all_inner_texts() == [shown, "&lt;b&gt;"]
     assert page.evaluate("window.broken") is None
