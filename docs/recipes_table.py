@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vgr_trl.recipes import About, Recipe, read_recipe
+from vgr_trl.recipes import About, Recipe, read_recipe, recipe_names
 
 DOCS = Path(__file__).resolve().parent
 MADE = re.compile(r"(?<=<!-- made by docs/recipes_table.py: )(.+?) -->\n.*?(?=<!-- end -->)", re.DOTALL)
@@ -19,6 +19,14 @@ def pages() -> dict[Path, str]:
     texts = {file: file.read_text(encoding="utf-8") for file in sorted((DOCS / "methods").glob("*.md"))}
     marks = {file: found[1].split() for file, text in texts.items() if (found := MADE.search(text))}
     shown = {file: [read_recipe(name) for name in names] for file, names in marks.items() if names != ["index"]}
+    names, nav = {recipe.name for recipes in shown.values() for recipe in recipes}, (DOCS / "../mkdocs.yml").read_text()
+    mark = f"<!-- made by docs/{Path(__file__).name}: "
+    lacking = [f"docs/methods has no page with {mark}{name} -->" for name in recipe_names() if name not in names]
+    lacking += [
+        f"the nav of mkdocs.yml lacks methods/{file.name}" for file in shown if f"methods/{file.name}" not in nav
+    ]
+    if lacking:
+        raise SystemExit("\n".join(lacking))
 
     def made(file: Path) -> str:
         lines = _sections(shown[file]) if file in shown else _index(shown)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -71,6 +72,8 @@ NUM_IMAGES = ((0, 0), (1, 1), (2, 3))  # of the two prompts of a batch
 def make_table() -> str:
     """Return the table as Markdown: families that take images, a row for each exception, then text models."""
     families = {**FAMILIES, **OTHERS}
+    if untitled := families.keys() - TITLES.keys():
+        raise SystemExit(f"TITLES of {Path(__file__).name} lacks {', '.join(sorted(untitled))}: add their names.")
     cells = {TITLES[name]: cells_of(families[name]) for name in TITLES if families[name].picture}
     whole = ", ".join(title for title, of_family in cells.items() if {*of_family} == {"yes"})
     lines = [f"All three: {whole}.", "", "| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
@@ -84,7 +87,10 @@ def make_table() -> str:
 def cells_of(family: Family) -> list[str]:
     """Return the cells of a family: sharing, attention, dependency."""
     given = ("text", "one image", "several images")
-    found = {name: shared(family, images) for name, images in zip(given, NUM_IMAGES, strict=True)}
+    try:
+        found = {name: shared(family, images) for name, images in zip(given, NUM_IMAGES, strict=True)}
+    except AttributeError as error:  # Llama 4 in 5.24: its outputs lack image_outputs, which its own forward reads
+        return [f"no: transformers {transformers.__version__} fails in its pass ({error})"] * 3
     alike = len({*found.values()}) == 1
     cell = found["text"] if alike else "; ".join(f"{name}: {each}" for name, each in found.items())
     return [cell, attention(family), dependency(family)]

@@ -105,6 +105,8 @@ export interface Compared {
   questions?: number;
   k?: number;
   accuracy: number;
+  /** Of the accuracy, 95 %. */
+  interval?: [number, number] | null;
   mean_at_k?: number | null;
   format?: number | null;
   /** Accuracy with grey images. */

@@ -46,7 +46,10 @@ SPELLINGS = {
     "clip_ratio_high": "epsilon_high",
     "clip_ratio_dual": "delta",
     "late_reward_weights": "reward_weights",
+    "enable_token_weights": "token_weights",
     "token_weight_clip": "token_weights_clip",
+    "token_weight_smooth_sigma": "token_weights_smooth_sigma",
+    "token_weight_last_k_layers": "token_weights_last_k_layers",
     "loss_avg_mode": "loss_type",
 }
 LOSS_TYPES = {"token": "dapo", "sequence": "grpo", "seq": "grpo"}  # values of `loss_avg_mode`

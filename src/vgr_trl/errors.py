@@ -5,7 +5,6 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import version
 from traceback import format_exception
@@ -39,8 +38,24 @@ def error_text(error: BaseException, most: int = 200) -> str:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Return ` Did you mean NAME?` with the known name closest to a misspelt one; empty if none is close."""
-    return "".join(f" Did you mean {nearest}?" for nearest in get_close_matches(name, known, n=1))
+    """Return ` Did you mean NAME?` with the known name that differs least, in one or two letters; else nothing."""
+    edits = {other: count_edits(name, other) for other in known if abs(len(other) - len(name)) <= MOST_EDITS}
+    nearest = min(edits, key=lambda other: edits[other], default="")
+    is_near = edits.get(nearest, MOST_EDITS + 1) <= min(MOST_EDITS, len(name.strip("-")) // 3)
+    return f" Did you mean {nearest}?" if is_near else ""
+
+
+MOST_EDITS = 2
+
+
+def count_edits(one: str, other: str) -> int:
+    """Return the Levenshtein distance: insertions, deletions and replacements of letters between two names."""
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        before, row = row, [i]
+        for j, mate in enumerate(other):
+            row.append(min(before[j] + (letter != mate), before[j + 1] + 1, row[j] + 1))
+    return row[-1]
 
 
 class VGRError(Exception):

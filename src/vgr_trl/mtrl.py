@@ -63,17 +63,21 @@ def _build_launch_command(stated: Mapping[str, Any], flags: Sequence[str], words
             cannot hold policy and critic.
     """
     conversion, names = convert(stated), {flag.partition("=")[0] for flag in flags}
-    conversion.check("--ignore_unknown_keys" in names, "--reward_funcs" in names, bool(conversion["trainer.val_only"]))
     nodes, processes = conversion.read_integer(_NODES_KEY), conversion.read_integer(_GPUS_KEY)
+    gpus, on_cpu, evaluates = torch.cuda.device_count(), "--use_cpu" in words, bool(conversion["trainer.val_only"])
     if _GPUS_KEY not in conversion.stated:
-        processes = max(1, min(torch.cuda.device_count(), processes))
-    if nodes * processes == 1 or conversion["trainer.val_only"]:
+        processes = max(1, min(gpus, processes))
+    if on_cpu and nodes == 1:  # a divisor, so that batches can still be shared evenly
+        processes = max(n for n in range(1, (os.cpu_count() or 1) + 1) if processes % n == 0)
+    is_one, problem = evaluates or nodes * processes == 1, ""
+    if not (is_one or (on_cpu and nodes == 1)) and gpus < processes:
+        cure = f"{max(gpus, 1)}, which keeps the batch sizes, or --use_cpu"
+        problem = f"{conversion.name(_GPUS_KEY)} is {processes}, but this machine has {gpus} GPUs: give {cure}."
+    conversion.check(names, evaluates, problem)
+    if is_one:
         return None
-    if "--use_cpu" in words and nodes == 1:
+    if on_cpu and nodes == 1:
         launch = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    elif (gpus := torch.cuda.device_count()) < processes:
-        name, cure = conversion.name(_GPUS_KEY), f"{max(gpus, 1)}, which keeps the batch sizes, or --use_cpu"
-        raise ConfigError(f"{name} is {processes}, but this machine has {gpus} GPUs: give {cure}.")
     else:
         launch = ["accelerate.commands.launch", "--num_processes", str(nodes * processes), "--num_machines", str(nodes)]
         launch += _choose_engine_flags(conversion, words)

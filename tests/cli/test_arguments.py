@@ -28,6 +28,9 @@ def options_of(tmp_path):
     ("flags", "message"),
     [
         ("--lerning_rate 1e-4", "Unknown flag --lerning_rate. Did you mean --learning_rate?"),
+        ("--bate 1 --mx 2 --epsilo 3", "Unknown flags --bate, --mx, --epsilo. Did you mean --epsilon? --help-all"),
+        ("--model a --num_generations 8 --deepspeed zero2 --tuner_type=lora --no_such 1",
+         "ms-swift's flags, and ours:\n  --model: --model_name_or_path\n  --deepspeed: accelerate launch"),
         ("stray --max_steps 1", "stray"), ("--num_generations four", "--num_generations"),
         ("--image_key=", "image_key"), ("--config none.yaml", "none.yaml"),
     ],
@@ -110,6 +113,7 @@ def test_spellings_of_other_scripts_set_the_options_they_stand_for(options_of, t
         **dict.fromkeys(("eval_num_generations", "prompt_preview_chars", "completion_preview_chars"), 4),
         **dict.fromkeys(("clip_ratio_low", "clip_ratio_high"), 0.4), "clip_ratio_dual": 3.0,
         **{"late_reward_weights": [2.0], "token_weight_clip": [0.5, 2.0]}, "loss_avg_mode": "seq",
+        **{"enable_token_weights": True, "token_weight_smooth_sigma": 1.0, "token_weight_last_k_layers": 1},
     }  # fmt: skip
     assert {"out_dir", *given} == SPELLINGS.keys()
     words = "--early_reward_weights 1 --use_segmented_reward_weights true".split()

@@ -1,9 +1,11 @@
 import io
 import json
+import logging
 import re
 import socket
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -13,6 +15,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _telemetry
 from support.launching import results_of
 
+from vgr_trl.callbacks.trackers import Bar, step_line
 from vgr_trl.checkpoints import LOCK, resolve_checkpoint
 from vgr_trl.cli.__main__ import main
 from vgr_trl.cli.train import check_output_dir
@@ -147,7 +150,7 @@ def test_rows_that_share_an_image_stay_on_one_side(rows):
 def check_dry_run(printed):
     """16 rows in rollouts of 4 prompts, 3 epochs; of the small rollout 2 completions of each of 3 prompts are shown."""
     assert len(re.findall(r"^prompt \d: \d+x\d+ px, \d+x\d+ tokens", printed, re.M)) == 3
-    assert printed.count("step 0, prompt") == 6
+    assert printed.count("step 1, prompt") == 6, "of the second step, which is timed"
     assert printed.count("accuracy_reward") == 7, "in the plan too"
     assert "measured: 12 completions of at most 6 tokens" in printed
     assert "for 12 steps of 16 completions" in printed
@@ -177,3 +180,27 @@ def test_two_processes_show_what_one_run_would_take(model_folder, question_files
     check_dry_run(first)
     assert "prompt" not in second
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_step_line_fits_the_terminal_and_keeps_what_matters_most(columns):
+    logs = {
+        "reward": -0.5123, "rewards/accuracy_reward/mean": 0.0625, "rewards/think_format_reward/mean": 0.4375,
+        "rewards/my_own_reward/mean": 0.25, "completions/mean_length": 1024.3, "attention/late/vgr": 0.787,
+        "sampling/nonzero_variance_fraction": 1.0, "loss": -0.0511,
+    }  # fmt: skip
+    line = step_line(99, 10_000, logs, 12.3, columns)
+    assert len(line) <= columns
+    assert line.startswith("step    99/10000  reward -0.512  accuracy 0.062")
+    assert line.endswith("33 h 50 left")
+    assert ("loss" in line) == ("my_own" in line) == (columns == 200)
+
+
+def test_log_messages_stand_above_the_progress_bar(capsys):
+    """Behind it, they would continue its line."""
+    bar, state = Bar(), SimpleNamespace(is_world_process_zero=True, max_steps=3, global_step=0)
+    bar.on_train_begin(None, state, None)
+    bar.training_bar.refresh()
+    logging.getLogger("vgr_trl").warning("a message")
+    bar.on_train_end(None, state, None)
+    assert re.search(r"(^|[\n\r])a message\n", capsys.readouterr().err)

@@ -1,5 +1,7 @@
 """Configurations of EasyR1, MTRL, VPPO and verl; expected values follow from their documentation and code by hand."""
 
+import re
+import runpy
 from dataclasses import fields
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from trl import ModelConfig
 
 from vgr_trl.cli.arguments import DataArguments, RewardArguments
 from vgr_trl.config_converters import EASYR1_KEYS, convert, flatten, read_configuration
-from vgr_trl.config_converters.key_tables import MTRL_NAMES, VERL_DEFAULTS, VERL_KEYS, VERL_RENAMED_KEYS
+from vgr_trl.config_converters.key_tables import MTRL_NAMES, VERL_DEFAULTS, VERL_KEYS, VERL_RENAMED_KEYS, load_flags
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.integrations.verl.credit import OPTION_ALIASES
@@ -83,14 +85,15 @@ def test_options_by_hand(case):
 )
 def test_values_that_cannot_be_followed_are_named(kind, given):
     found, key = convert({**ENOUGH, **given}), next(iter(given))
+    found.files.clear()
     assert list(getattr(found, kind)) == [key]
     assert any(name == key and value.startswith("stops") for name, _, value in found.table_rows())
     with pytest.raises(ConfigError):
-        found.check(ignore_unknown=kind == "refused", has_rewards=False)
+        found.check(["--ignore_unknown_keys"] if kind == "refused" else [])
     if kind == "unsupported":
-        found.check(ignore_unknown=True, has_rewards=False)
+        found.check(["--ignore_unknown_keys"])
     elif not key.startswith("data."):
-        found.check(ignore_unknown=False, has_rewards=False, is_evaluation=True)
+        found.check([], is_evaluation=True)
 
 
 @pytest.mark.parametrize("given", BY_HAND["wrong"])
@@ -132,6 +135,33 @@ def test_messages_name_keys_as_the_file_does():
         convert({**mtrl, "worker.actor.global_batch_size": 300})
     (why,) = convert({**mtrl, "dataset.rollout_batch_sise": 1}).unsupported.values()
     assert "dataset.rollout_batch_size" in why
+    assert convert(mtrl).name("algorithm.adv_estimator") == "optimization.advantage_estimator"
+    assert convert(ENOUGH).name("algorithm.adv_estimator") == "algorithm.adv_estimator"
+    assert convert(VERL).name("worker.reward.reward_function") == "custom_reward_function.path"
+
+
+def test_all_files_and_keys_that_are_missing_are_named_at_once():
+    given = {"data.format_prompt": "no.jinja", "worker.reward.reward_function": "no.py:score", "trainer.no_key": 1}
+    with pytest.raises(ConfigError) as raised:
+        convert({**ENOUGH, **given, "worker.actor.model.model_path": None}).check([])
+    assert all(word in str(raised.value) for word in ("no.jinja", "no.py", "no_key", "model_path"))
+    found = convert({**ENOUGH, "worker.reward.reward_type": "model"})
+    assert found.files.get("worker.reward.reward_function") is None
+    with pytest.raises(ConfigError, match="--reward_model_name_or_path"):
+        found.check([])
+    found.check(["--reward_model_name_or_path"])
+
+
+def test_flags_of_other_trainers():
+    """None is a flag here, except a value of another meaning, and every flag that takes its place is one."""
+    groups = DAPOConfig, DataArguments, RewardArguments, ModelConfig
+    known = {option.name for group in groups for option in fields(group)}
+    theirs = load_flags()
+    assert {flag for table in theirs.values() for flag in table} & known == {"deepspeed"}
+    ours = {name for table in theirs.values() for here in table.values() for name in re.findall(r"--(\w+)", here)}
+    assert ours <= known | {"config_file"}
+    page = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "migration_tables.py"))
+    assert page["make_page"]() == page["PAGE"].read_text(encoding="utf-8"), "python docs/migration_tables.py"
 
 
 def test_a_reward_file_without_a_name(tmp_path, monkeypatch):
@@ -230,5 +260,8 @@ def test_verl_names_with_verl_defaults():
     assert {name: found.options[name] for name in expected} == expected
     assert convert({**given, "actor_rollout_ref.actor.use_kl_loss": False}).options["kl_coef"] == 0.0
     assert convert({**given, "algorithm.adv_estimator": "gae"}).options["critic_learning_rate"] == 1e-5
+    engine = "actor_rollout_ref.rollout."  # keys of verl's Qwen2.5-VL example
+    for key in ("free_cache_engine", "engine_kwargs.vllm.disable_mm_preprocessor_cache"):
+        assert list(convert({**given, engine + key: True}).unsupported) == ["worker.reward.reward_function"]
     unknown = "actor_rollout_ref.actor.megatron.x"
     assert unknown in convert({**given, unknown: 1}).unsupported

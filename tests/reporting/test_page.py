@@ -65,7 +65,14 @@ def test_page_holds_curves_completions_and_thumbnails(tmp_path: Path) -> None:
 def test_the_page_of_a_demo_has_its_table_before_and_after(tmp_path: Path) -> None:
     make_run(tmp_path / "run", steps=1)
     scores = [
-        {"questions": 320, "k": 8, "accuracy": 0.784 + gain, "mean_at_k": 0.662 + gain, "blind": 0.25}
+        {
+            "questions": 320,
+            "k": 8,
+            "accuracy": 0.784 + gain,
+            "interval": [0.5 + gain, 0.75 + gain],
+            "mean_at_k": 0.662 + gain,
+            "blind": 0.25,
+        }
         for gain in (0, 0.1)
     ]
     (tmp_path / "run/metrics.json").write_text('{"eval_reward": 0.5}')  # of `vgr-trl train`

@@ -43,7 +43,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     odd = [completion(root, 0, True, tokens=[HOSTILE, "&lt;b&gt;"], prompt=HOSTILE)]
     named = completion(root, 1, True)  # as what every object of JavaScript inherits, which others must not seem to have
     named.rewards["toString"], named.signals["constructor"] = 0.5, [1.0] * len(named.tokens)
-    odd.append(named)
+    odd += [named, completion(root, 1, False)]  # a group of two
     again = make_run(root / "again", steps=4, offset=0.2, seed=0)
     hostile = make_run(root / "hostile", steps=1, name=HOSTILE, extra=odd)
     long = make_run(root / "long", steps=4, prompt=CHAT)
@@ -198,8 +198,20 @@ def test_runs_of_one_seed_are_no_mean_of_seeds(opened: Open) -> None:
 def test_hostile_text_is_shown_as_text(opened: Open) -> None:
     page = opened("hostile", "Completions")
     shown = HOSTILE.replace("\u202e", "⟨U+202E⟩").replace("\x1b", "⟨U+001B⟩")
-    page.locator(".list button").nth(-2).click()
+    page.locator(".list button").nth(-3).click()
     expect(page.locator(".prompt")).to_have_text(shown)
     assert tokens(page).all_inner_texts() == [shown, "&lt;b&gt;"]
     assert page.evaluate("window.broken") is None
     assert page.locator("img").count() == 0
+
+
+def test_a_list_names_questions_and_a_group_stands_side_by_side(opened: Open) -> None:
+    """Without the chat template and the system prompt, which all questions have."""
+    page = opened("long", "Completions")
+    assert re.fullmatch(r"What colour is disc number \d\?", page.locator(".list .asked").first.inner_text())
+    page = opened("hostile", "Completions")
+    page.locator(".list button").last.click()
+    page.get_by_label("All 2 recorded of the group").check()
+    expect(page.locator("article.completion")).to_have_count(2)
+    page.get_by_label("All 2 recorded of the group").uncheck()
+    expect(page.locator("article.completion")).to_have_count(1)

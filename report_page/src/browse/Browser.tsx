@@ -2,7 +2,7 @@ import type { ComponentChildren } from "preact";
 import { useMemo, useRef, useState } from "preact/hooks";
 import type { Data, Entry, Run } from "../data";
 import { entries, moment } from "../data";
-import { number, plural, preview } from "../format";
+import { distinct, number, plural, preview } from "../format";
 import { useMedia } from "../hooks";
 import { go, usePlace } from "../place";
 import { CompletionView, useColouring } from "./CompletionView";
@@ -13,6 +13,10 @@ const MOST = 100; // in the list at once
 
 export function Browser({ data, run }: { data: Data; run: Run }) {
   const all = useMemo(() => entries(run), [run]);
+  const asked = useMemo(() => {
+    const texts = distinct(all.map(({ completion }) => completion.prompt)).map((text) => text.replace(/<image>|<\|[^|<>]*\|>/g, ""));
+    return new Map(all.map(({ key }, index) => [key, preview(texts[index]!, 90)]));
+  }, [all]);
   const place = usePlace();
   const filters = useMemo(() => fromPlace(place), [place.when, place.answer, place.reward, place.least, place.most]);
   const { quantity, lit, controls } = useColouring(useMemo(() => [run], [run]));
@@ -21,6 +25,8 @@ export function Browser({ data, run }: { data: Data; run: Run }) {
   const found = useMemo(() => all.filter((entry) => passes(entry, filters)), [all, filters]);
   if (!all.length) return <p class="empty">This run has no records of completions.</p>;
   const entry = found.find((item) => item.key === place.at) ?? found[0];
+  const mates = all.filter((item) => entry && item.mode === entry.mode && item.step === entry.step && item.completion.group === entry.completion.group);
+  const together = place.group === "1" && mates.length > 1;
   const set = (change: Partial<Filters>) => go(change.answer === "any" ? { ...change, answer: null } : change);
   const count = Object.entries(filters).filter(([name, value]) => value !== EVERYTHING[name as keyof Filters]).length;
   const everything = () => go({ when: null, answer: null, reward: null, least: null, most: null });
@@ -35,14 +41,21 @@ export function Browser({ data, run }: { data: Data; run: Run }) {
       <div class="bar">
         {small && <Sheet title={count ? `Filters (${count})` : "Filters"}>{bar}<div class="bar">{controls}</div></Sheet>}
         {!small && controls}
+        {mates.length > 1 && (
+          <label class="check">
+            <input type="checkbox" checked={together} onChange={(event) => go({ group: event.currentTarget.checked ? "1" : null })} /> All {mates.length} recorded of the group
+          </label>
+        )}
         <span class="muted" role="status">{found.length} of {plural(all.length, "completion")}</span>
         {count > 0 && <button type="button" onClick={everything}>Show all</button>}
       </div>
       {entry ? (
         <div class="browser">
-          <List found={found} entry={entry} reward={filters.reward} choose={choose} />
+          <List found={found} entry={entry} asked={asked} reward={filters.reward} choose={choose} />
           <div ref={shown} class="shown">
-            <CompletionView key={entry.key} images={data.images} entry={entry} quantity={quantity} lit={lit} placed />
+            {together
+              ? <div class="compare">{mates.map((item) => <CompletionView key={item.key} images={data.images} entry={item} quantity={quantity} lit={lit} />)}</div>
+              : <CompletionView key={entry.key} images={data.images} entry={entry} quantity={quantity} lit={lit} placed />}
           </div>
         </div>
       ) : (
@@ -116,11 +129,13 @@ function FilterBar({ run, filters, set }: { run: Run; filters: Filters; set: (ch
 interface ListProps {
   found: Entry[];
   entry: Entry;
+  /** Key of an entry -> its question. */
+  asked: Map<string, string>;
   reward: string;
   choose: (key: string) => void;
 }
 
-function List({ found, entry, reward, choose }: ListProps) {
+function List({ found, entry, asked, reward, choose }: ListProps) {
   const box = useRef<HTMLUListElement>(null);
   const [most, setMost] = useState(MOST);
   const shown = useMemo(() => found.slice(0, most), [found, most]);
@@ -144,6 +159,7 @@ function List({ found, entry, reward, choose }: ListProps) {
               <Verdict completion={item.completion} />
               <span class="value">{number(rewardOf(item, reward), 3)}</span>
             </span>
+            <span class="preview asked">{asked.get(item.key)}</span>
             <span class="preview">{previews[index]}</span>
           </button>
         </li>

@@ -66,15 +66,17 @@ function Compared({ compared }: { compared: Run["compared"] }) {
   const blind = typeof all!.after.blind === "number";
   const change = (name: "accuracy" | "mean_at_k" | "format" | "blind", { before, after }: Run["compared"][number]) =>
     [before, after].map((scores) => (typeof scores[name] === "number" ? percent(scores[name]!) : "–")).join(" → ");
+  const sure = all!.before.interval && all!.after.interval;
+  const range = ({ interval }: Run["compared"][number]["after"]) => (interval ? `${percent(interval[0])} to ${percent(interval[1])}` : "–");
   return (
     <>
       <p class="lead">Accuracy on {plural(all!.after.questions ?? 0, "new question")}, before → after training: <b>{change(sampled ? "mean_at_k" : "accuracy", all!)}</b></p>
       <div class="scroll">
         <table class="compared">
-          <thead><tr><th scope="col">questions</th>{sampled && <th scope="col">sampled, {all!.after.k} each</th>}<th scope="col">greedy</th><th scope="col">format</th>{blind && <th scope="col">greedy, grey image</th>}</tr></thead>
+          <thead><tr><th scope="col">questions</th>{sampled && <th scope="col">sampled, {all!.after.k} each</th>}<th scope="col">greedy</th>{sure && <th scope="col">95 % sure</th>}<th scope="col">format</th>{blind && <th scope="col">greedy, grey image</th>}</tr></thead>
           <tbody>
             {compared.map((row) => (
-              <tr key={row.name}><th scope="row">{row.name} ({row.after.questions})</th>{sampled && <td>{change("mean_at_k", row)}</td>}<td>{change("accuracy", row)}</td><td>{change("format", row)}</td>{blind && <td>{change("blind", row)}</td>}</tr>
+              <tr key={row.name}><th scope="row">{row.name} ({row.after.questions})</th>{sampled && <td>{change("mean_at_k", row)}</td>}<td>{change("accuracy", row)}</td>{sure && <td>{range(row.before)} → {range(row.after)}</td>}<td>{change("format", row)}</td>{blind && <td>{change("blind", row)}</td>}</tr>
             ))}
           </tbody>
         </table>

@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from shutil import get_terminal_size
 from statistics import fmean
 from typing import Any
 
 import yaml
 from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.integrations import integration_utils
 from transformers.utils import logging
@@ -120,37 +122,42 @@ def _find_verl_names(name: str) -> Sequence[str]:
 
 
 _REWARD_MEAN = re.compile(r"rewards?/([^/]+)(?:/mean)?")
-_STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), format
-    ("reward", "reward", "{:.3f}"),
-    ("accuracy", "rewards/accuracy_reward/mean", "{:.3f}"),
-    ("accuracy", "reward/accuracy", "{:.3f}"),
-    ("format", "rewards/think_format_reward/mean", "{:.2f}"),
-    ("tokens", "completions/mean_length", "{:.0f}"),
-    ("VGR", "attention/late/vgr", "{:.3f}"),
-    ("groups with non-zero variance", "sampling/nonzero_variance_fraction", "{:.0%}"),
-    ("loss", "loss", "{:.4f}"),
+_STEP_QUANTITIES = (  # heading, logged name (EasyR1 reward files: reward/…), format, order in which a line drops them
+    ("reward", "reward", "{:.3f}", 8),
+    ("accuracy", "rewards/accuracy_reward/mean", "{:.3f}", 8),
+    ("accuracy", "reward/accuracy", "{:.3f}", 8),
+    ("format", "rewards/think_format_reward/mean", "{:.2f}", 4),
+    ("tokens", "completions/mean_length", "{:.0f}", 6),
+    ("VGR", "attention/late/vgr", "{:.3f}", 5),
+    ("varied", "sampling/nonzero_variance_fraction", "{:.0%}", 2),
+    ("loss", "loss", "{:.4f}", 1),
 )
 
 
-def step_line(step: int, total: int, logs: Mapping[str, float], seconds_per_step: float | None) -> str:
+def step_line(
+    step: int, total: int, logs: Mapping[str, float], seconds_per_step: float | None, columns: int = 80
+) -> str:
     """Return one line: step, rewards, tokens per completion, VGR, groups with variance, seconds per step, time left.
 
     Args:
         total: steps of the run.
         logs: logs of this step; missing quantities are omitted.
         seconds_per_step: mean over recent steps; None: not known yet.
+        columns: width; quantities that do not fit are dropped, the loss first.
     """
-    parts = [f"step {step:>{len(str(total))}}/{total}"]
-    shown = {name for _, name, _ in _STEP_QUANTITIES}
+    parts = [(9, f"step {step:>{len(str(total))}}/{total}")]
+    shown = {name for _, name, _, _ in _STEP_QUANTITIES}
     own = [(match[1].removesuffix("_reward"), match[0]) for match in map(_REWARD_MEAN.fullmatch, logs) if match]
-    others = [(heading, name, "{:.3f}") for heading, name in own if name not in shown]
-    for heading, name, form in (*_STEP_QUANTITIES[:4], *others, *_STEP_QUANTITIES[4:]):
+    others = [(heading, name, "{:.3f}", 3) for heading, name in own if name not in shown]
+    for heading, name, form, rank in (*_STEP_QUANTITIES[:4], *others, *_STEP_QUANTITIES[4:]):
         if (value := logs.get(name)) is not None:
-            parts.append(f"{heading} {form.format(value)}")
+            parts.append((rank, f"{heading} {form.format(value)}"))
     if seconds_per_step is not None:
         left = (total - step) * seconds_per_step
-        parts += [f"{seconds_per_step:.1f} s/step"] + [f"{format_duration(left)} left"] * (step < total)
-    return "  ".join(parts)
+        parts += [(3, f"{seconds_per_step:.1f} s/step")] + [(7, f"{format_duration(left)} left")] * (step < total)
+    while len(line := "  ".join(text for _, text in parts)) > columns and len(parts) > 1:
+        parts.remove(min(parts, key=lambda part: part[0]))
+    return line
 
 
 def evaluation_prefix(logs: Mapping[str, float]) -> str | None:
@@ -160,7 +167,7 @@ def evaluation_prefix(logs: Mapping[str, float]) -> str | None:
 
 def evaluation_line(step: int, logs: Mapping[str, float], prefix: str) -> str:
     """Return one line about an evaluation: set, step, reward, accuracy."""
-    names = [(heading, f"{prefix}{name}") for heading, name, _ in _STEP_QUANTITIES[:3]]
+    names = [(heading, f"{prefix}{name}") for heading, name, *_ in _STEP_QUANTITIES[:3]]
     shown = [f"{heading} {logs[name]:.3f}" for heading, name in names if name in logs]
     return f"evaluation{prefix[4:-1].replace('_', ' ', 1)} at step {step}  {'  '.join(shown)}"
 
@@ -182,7 +189,7 @@ def progress_lines(
         logs = [entry for entry in history if f"{prefix}reward" in entry]
         few = 1 if prefix else -(-len(logs) // 10)  # a tenth, as in the report
         parts, recorded = list[str](), list[str]()
-        for heading, name, _ in _STEP_QUANTITIES[:3]:
+        for heading, name, *_ in _STEP_QUANTITIES[:3]:
             if changes and name == "reward" and not prefix:
                 heading, name = "reward under the late weights", LATE_REWARD
             if values := [entry[prefix + name] for entry in logs if prefix + name in entry]:
@@ -197,7 +204,7 @@ def progress_lines(
                 first = f"; before training, on the first {completions} completions: {', '.join(recorded)}"
                 which = f"on {evaluated} (step {steps}{first if recorded else ''})"
             lines.append(f"{title:<12}{', '.join(parts)} {which}")
-    accuracy = [entry[name] for entry in history for _, name, _ in _STEP_QUANTITIES[1:3] if name in entry]
+    accuracy = [entry[name] for entry in history for _, name, *_ in _STEP_QUANTITIES[1:3] if name in entry]
     if accuracy and max(accuracy) < 0.01:
         cure = "look at completions in the report; try another model or --system_prompt_file"
         lines.append(f"Accuracy stayed near 0, so the accuracy reward gave no learning signal: {cure}.")
@@ -236,13 +243,28 @@ class StepLines(PrinterCallback):
             self._times.append((state.global_step, time.monotonic()))
             (first, started), (last, now) = self._times[0], self._times[-1]
             seconds = (now - started) / (last - first) if last > first else None
-            line = step_line(state.global_step, state.max_steps, logs, seconds)
+            line = step_line(state.global_step, state.max_steps, logs, seconds, get_terminal_size().columns)
         if line is not None and state.is_world_process_zero:
             with tqdm.external_write_mode():
                 print(line, flush=True)
 
 
-class BarAndLines(StepLines, ProgressCallback):
+class Bar(ProgressCallback):
+    """The progress bar of transformers, with log messages above it instead of behind it."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Show the bar, and write log messages above it until training ends."""
+        super().on_train_begin(args, state, control, **kwargs)
+        self._redirected = logging_redirect_tqdm()
+        self._redirected.__enter__()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the bar, and write log messages where they were written before."""
+        super().on_train_end(args, state, control, **kwargs)
+        self._redirected.__exit__(None, None, None)
+
+
+class BarAndLines(StepLines, Bar):
     """Prints the lines above the progress bar of transformers."""
 
 

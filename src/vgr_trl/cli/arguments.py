@@ -25,13 +25,14 @@ from transformers.utils import find_adapter_config_file
 from trl import ModelConfig
 
 from vgr_trl.config_converters import convert, read_configuration
+from vgr_trl.config_converters.key_tables import explain_unknown
 from vgr_trl.dapo_config import LOSS_TYPES, SEGMENTED, SPELLINGS, DAPOConfig, rename_options
 from vgr_trl.data.checked_rows import SHARED, SkippedRow, prepare_rows, shared_folder
 from vgr_trl.data.images import ImageLimits, downloaded
 from vgr_trl.data.load import BUILDERS, load_split, parse_data_files, readable
 from vgr_trl.data.prompts import SYSTEM_PROMPTS, PromptTemplate, refuse_single_image_models, special_tokens
 from vgr_trl.data.read_row import keys_of, require_columns
-from vgr_trl.errors import ConfigError, VGRError, did_you_mean, error_text, naming_torchvision
+from vgr_trl.errors import ConfigError, VGRError, error_text, naming_torchvision
 from vgr_trl.options import Checked, check_options, check_value, option, read_mapping
 from vgr_trl.recipes import drop_displaced, load_recipe, override_recipe, read_options
 from vgr_trl.rewards.loading import FileOptions, load_rewards
@@ -46,7 +47,7 @@ class RunArguments:
 
     recipe: str | None = option(None, "Start from the options of a published method (vgr-trl recipes lists them) "
         "or of your own file (my.yaml). --config overrides it; flags override both.")
-    dry_run: bool = option(False, "Load everything, run one step on a few prompts, print completions and an "
+    dry_run: bool = option(False, "Load everything, run two steps on a few prompts, print completions and an "
         "estimate of the whole run's time and memory; write nothing.")
     verbose: bool = option(False, "Print at the start which features are on, and why the others are off.")
     ignore_unknown_keys: bool = option(False, "If --config is a file of EasyR1, MTRL or verl: ignore keys that have "
@@ -468,12 +469,12 @@ def parse(groups: Sequence[Any], command: str, argv: Sequence[str], ignored: Col
     known_flags, rest = parser.parse_known_args(argv)
     flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
     left_out = [*map(_option_name, flags)]
-    if unknown := [flag for flag in flags if _option_name(flag) not in ignored]:
-        meant = did_you_mean(unknown[0], parser._option_string_actions)
-        raise ConfigError(f"Unknown flag {unknown[0]}.{meant} --help-all lists them.")
+    typed = [_option_name(word) for word in argv if word.startswith("--")]
+    if unknown := [name for name in left_out if name not in ignored]:
+        named = f"Unknown flag{'s' * (len(unknown) > 1)} {', '.join(f'--{name}' for name in unknown)}."
+        raise ConfigError(f"{named}{explain_unknown(unknown, typed, parser.options, '--')} --help-all lists the flags.")
     if rest and not rest[0].startswith("--"):
         raise ConfigError(f"{rest[0]!r} is not a flag or its value: remove it, or quote the value that it is part of.")
-    typed = [_option_name(word) for word in argv if word.startswith("--")]
     stated = rename_options(dict.fromkeys(typed), "The command line")
     if SEGMENTED in typed and not {"early_reward_weights", "config", "recipe"} & stated.keys():
         raise ConfigError(f"--{SEGMENTED} needs --early_reward_weights: give them, or drop the flag.")
@@ -509,10 +510,11 @@ def _read_config_file(file: Path, known: Collection[str], ignored: Collection[st
 def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     """Return the options of a file under their own names; raise `ConfigError` for an unknown option."""
     values = rename_options(values, where)
+    if unknown := [str(name) for name in values if name not in known]:
+        named = f"{', '.join(unknown)}, which {'is not an option' if len(unknown) == 1 else 'are not options'}."
+        explained = explain_unknown(unknown, [*map(str, values)], known)
+        raise ConfigError(f"{where} has {named}{explained} --help-all lists the options.")
     for name, value in values.items():
-        if name not in known:
-            meant = did_you_mean(str(name), known)
-            raise ConfigError(f"{where} has {name}, which is not an option.{meant} --help-all lists them.")
         if value is False and name.endswith("_strategy"):
             raise ConfigError(f'{where} has {name}: no, which YAML reads as false: write "no" in quotes.')
     return values
@@ -534,7 +536,7 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str], di
     evaluates = command == "evaluate" or bool(converted["trainer.val_only"])
     if os.environ.get("RANK", "0") == "0":
         print(converted.format_table("--verbose" in flags), flush=True)
-    converted.check("--ignore_unknown_keys" in flags, "--reward_funcs" in flags, evaluates)
+    converted.check(flags, evaluates)
     for name in ("WANDB_PROJECT", "SWANLAB_PROJ_NAME", "MLFLOW_EXPERIMENT_NAME"):
         os.environ.setdefault(name, str(converted.options["project"]))
     options = converted.options

@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from rich.console import Console
 from rich.table import Column, Table
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
 from vgr_trl.atomic_files import write_atomic
@@ -477,7 +477,7 @@ DRY_RUN_PROMPTS = 3
 
 
 def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], how: RunArguments) -> None:
-    """Run a small step, and print its completions and an estimate of the time and memory of the whole run.
+    """Run two small steps; print completions, and an estimate of the whole run's time and memory by the second.
 
     Args:
         config: options of the run; changed in place so that the step is small and writes to a temporary folder.
@@ -493,13 +493,13 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], h
         trainer.args.eval_strategy = "no"
         if trainer.accelerator.is_main_process:
             print_plan(describe_run(trainer, source, None, how.verbose, how.recipe)[:-2])  # not its steps and output
-        started = time.monotonic()
+        clock = _StepClock()
+        trainer.add_callback(clock)
         trainer.train(resume_from_checkpoint=False)
-        seconds = time.monotonic() - started
         trainer.accelerator.wait_for_everyone()
         if not trainer.accelerator.is_main_process:
             return
-        (record,) = read_run(folder).records("train")
+        *_, record = read_run(folder).records("train")
         print_record(record, prompt_length=300)
     for group, images in {each.group: each.images for each in record.completions}.items():
         sizes = [f"{each.width}x{each.height} px, {'x'.join(map(str, each.grid or '?'))} tokens" for each in images]
@@ -513,21 +513,32 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], h
     if torch.cuda.is_available():
         memory = trainer.rows_per_pass.memory  # has reset the peak
         where, peak = "GPU", max(torch.cuda.max_memory_allocated(), 0 if memory is None else memory.peak)
-    # An upper bound: the first step also selects kernels and allocates memory.
-    print(f"measured: {small} completions of at most {config.max_completion_length} tokens in {seconds:.1f} s, "
+    print(f"measured: {small} completions of at most {config.max_completion_length} tokens in {clock.seconds:.1f} s, "
           f"memory {peak / 2**30:.2f} GiB per process ({where})\n"
-          f"total: at most about {format_duration(steps * per_step * seconds / small)} for {steps} steps of {per_step} "
-          "completions")  # fmt: skip
+          f"total: about {format_duration(steps * per_step * clock.seconds / small)} for {steps} steps of "
+          f"{per_step} completions, without evaluations and checkpoints")  # fmt: skip
+
+
+class _StepClock(TrainerCallback):
+    """Measures the newest step: the first also compiles, selects kernels and allocates memory."""
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self._started = time.monotonic()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the seconds since the step began."""
+        self.seconds = time.monotonic() - self._started
 
 
 def _shrink_config(config: DAPOConfig, folder: str) -> None:
-    """Reduce the options to a single step with a few whole groups that writes only to `folder`."""
+    """Reduce the options to two steps with a few whole groups that write only to `folder`."""
     batch, group = config.per_device_train_batch_size * config.world_size, config.num_generations or 1
     whole = math.lcm(batch, group)  # the fewest completions that are whole groups
     parts = min(math.ceil(DRY_RUN_PROMPTS * group / whole) * whole // batch, config.steps_per_generation or 1)
     config.steps_per_generation = config.gradient_accumulation_steps = parts
     config.generation_batch_size = batch * parts
-    config.num_iterations, config.max_steps = 1, 1
+    config.num_iterations, config.max_steps = 1, 2
     config.output_dir, config.report_to, config.push_to_hub = folder, [], False
     config.save_strategy, config.load_best_model_at_end, config.logging_steps = "no", False, 1
     config.rollout_log_steps, config.rollout_log_samples = 1, 2 * DRY_RUN_PROMPTS

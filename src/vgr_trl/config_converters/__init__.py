@@ -9,7 +9,14 @@ from typing import Any
 
 from vgr_trl.config_converters.conversion import Conversion, flatten, read_configuration
 from vgr_trl.config_converters.easyr1 import CONDITIONS, CONVERTERS
-from vgr_trl.config_converters.key_tables import EASYR1_KEYS, VERL_KEYS, check_type, rename_mtrl_keys, rename_verl_keys
+from vgr_trl.config_converters.key_tables import (
+    EASYR1_KEYS,
+    VERL_KEYS,
+    check_type,
+    rename_mtrl_keys,
+    rename_verl_keys,
+    uses_mtrl_sections,
+)
 from vgr_trl.errors import did_you_mean
 
 __all__ = ["EASYR1_KEYS", "Conversion", "convert", "flatten", "read_configuration"]
@@ -27,9 +34,10 @@ def convert(configuration: Mapping[str, Any], processes: int = 1) -> Conversion:
     """
     is_verl = any(key.startswith("actor_rollout_ref.") for key in configuration)
     stated, names = rename_verl_keys(configuration) if is_verl else rename_mtrl_keys(configuration)
+    framework = "verl" if is_verl else "MTRL" if uses_mtrl_sections(configuration) else "EasyR1"
     known = EASYR1_KEYS | VERL_KEYS
     keys = {key for key in known if names.get(key, key) in configuration}
-    conversion = Conversion({key: row.default for key, row in known.items()}, processes, names, keys)
+    conversion = Conversion({key: row.default for key, row in known.items()}, processes, names, keys, framework)
     for key, value in stated.items():
         if key in known:
             check_type(conversion.name(key), value, known[key])

@@ -24,10 +24,12 @@ class Conversion:
         processes: number of processes of this run.
         names: EasyR1 key -> its name in the configuration, if that differs.
         stated: EasyR1 keys that the configuration states.
+        framework: the trainer whose configuration it is, for messages.
         options: options of this library, by name.
         options_by_key: EasyR1 key -> options computed from it; "": options computed from no key.
         unsupported: keys that are unknown or have no equivalent here -> reason.
         refused: keys that cannot be ignored without changing the training -> reason.
+        files: EasyR1 key -> files that must exist.
         checkpoint: checkpoint to resume from or to evaluate.
         notes: sentences printed below the table.
     """
@@ -36,10 +38,12 @@ class Conversion:
     processes: int
     names: Mapping[str, str]
     stated: Collection[str]
+    framework: str = "EasyR1"
     options: dict[str, Any] = field(default_factory=dict)
     options_by_key: dict[str, list[str]] = field(default_factory=dict)
     unsupported: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    files: dict[str, list[str]] = field(default_factory=dict)
     checkpoint: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -107,43 +111,49 @@ class Conversion:
         """Return the table of stated keys as text, and a note if the file asks for another number of processes.
 
         Args:
-            verbose: also list EasyR1's defaults.
+            verbose: also list the other trainer's defaults.
         """
         all_rows = self.table_rows()
         rows = [("key", "option", "value"), *(row for row in all_rows if verbose or not row[0].endswith("*"))]
         first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-        text = ["EasyR1 configuration converted to options of this library (*: default of EasyR1):"]
+        text = [
+            f"{self.framework} configuration converted to options of this library (*: default of {self.framework}):"
+        ]
         text += [f"  {key:<{first}}  {option:<{second}}  {value}" for key, option, value in rows]
         if left := len(all_rows) + 1 - len(rows):
-            text.append(f"  and {left} defaults of EasyR1, which --verbose lists.")
+            text.append(f"  and {left} defaults of {self.framework}, which --verbose lists.")
         theirs = self["trainer.nnodes"] * self["trainer.n_gpus_per_node"]
         if theirs != self.processes:
             asks = f"The configuration asks for {theirs} processes, this run has {self.processes}; batches stay equal"
             text.append(f"{asks}. To use {theirs}, start with accelerate launch --num_processes {theirs}.")
         return "\n".join([*text, *self.notes])
 
-    def check(self, ignore_unknown: bool, has_rewards: bool, is_evaluation: bool = False) -> None:
-        """Raise `ConfigError` for keys that are unsupported or refused.
+    def check(self, flags: Collection[str], is_evaluation: bool = False, problem: str = "") -> None:
+        """Raise `ConfigError` for all keys that are unsupported or refused, and all files that do not exist.
 
         Args:
-            ignore_unknown: skip unsupported keys.
-            has_rewards: whether `--reward_funcs` replaces the reward file of the configuration.
+            flags: flags beside the configuration: `--ignore_unknown_keys` skips unsupported keys, and a flag of
+                rewards replaces those of the configuration.
             is_evaluation: check refused keys of data and rewards only, since nothing is trained.
+            problem: a sentence to add.
         """
+        rewards = {"worker.reward.reward_function", "worker.reward.reward_type"}
+        replaced = rewards if {"--reward_funcs", "--reward_model_name_or_path"} & set(flags) else set[str]()
         checked = "data.", "worker.reward."
         refused = {k: why for k, why in self.refused.items() if not is_evaluation or k.startswith(checked)}
-        unknown = {} if ignore_unknown else dict(self.unsupported)
-        if has_rewards:
-            unknown.pop("worker.reward.reward_function", None)
-        sentences = []
+        unknown = {} if "--ignore_unknown_keys" in flags else self.unsupported
+        unknown = {key: why for key, why in unknown.items() if key not in replaced}
+        missing = [(key, file) for key in self.files.keys() - replaced for file in self.files[key]
+                   if not set("*?[") & set(file) and not Path(file).exists()]  # fmt: skip
+        sentences = [f"{self.name(key)} is {file}, which does not exist." for key, file in sorted(missing)]
         for cure, keys in (
             ("Give other values; ignoring these would change the training.", refused),
             ("Change or remove these keys, or pass --ignore_unknown_keys to ignore them.", unknown),
         ):
             sentences += [f"{self.name(k)} {why}{'' if why.endswith(('.', '?')) else '.'}" for k, why in keys.items()]
             sentences += [cure] * bool(keys)
-        if sentences:
-            raise ConfigError(" ".join(sentences))
+        if sentences or problem:
+            raise ConfigError(" ".join([*sentences, problem]).strip())
 
     def evaluation_options(self) -> dict[str, Any]:
         """Return the options with the names that `vgr-trl evaluate` uses added.

@@ -47,7 +47,7 @@ def convert_model(c: Conversion) -> None:
     key, kept, computed = "worker.actor.model", "worker.actor.fsdp.torch_dtype", "worker.actor.fsdp.mp_param_dtype"
     path = c[f"{key}.model_path"]
     if path is None:
-        raise ConfigError(f"{c.name(f'{key}.model_path')} is missing: give a checkpoint folder or a hub name.")
+        c.mark_refused(f"{key}.model_path", "give a checkpoint folder or a hub name")
     c.set("model_name_or_path", path, f"{key}.model_path")
     if c[f"{key}.tokenizer_path"] not in (None, path):
         c.mark_unsupported(f"{key}.tokenizer_path", "the processor saved with the model is used")
@@ -88,7 +88,9 @@ def convert_data(c: Conversion) -> None:
     train_key, test_key = "data.train_files", "data.val_files"
     (train, split), (test, test_split) = (_parse_source(c[key], c.name(key)) for key in (train_key, test_key))
     if train is None:
-        raise ConfigError(f"{c.name(train_key)} is missing: give files, a folder or a hub name, also with @split.")
+        c.mark_refused(train_key, "give files, a folder or a hub name, also with @split")
+        return
+    c.files |= {key: names for key, names in ((train_key, train), (test_key, test)) if isinstance(names, list)}
     if isinstance(train, list):
         files = f"train={'+'.join(train)}"
         if isinstance(test, list):
@@ -110,6 +112,7 @@ def convert_data(c: Conversion) -> None:
     template = c["data.format_prompt"]
     option = "system_prompt_file" if template is None else "question_template_file"
     c.set(option, template or "none", "data.format_prompt")
+    c.files["data.format_prompt"] = [template] if template else []
 
 
 def _parse_source(value: Any, key: str) -> tuple[Any, str]:
@@ -126,18 +129,23 @@ def _parse_source(value: Any, key: str) -> tuple[Any, str]:
 def convert_reward(c: Conversion) -> None:
     """Convert the reward function; a filter key other than the overall score becomes a reward of weight 0."""
     key, filter_key = "worker.reward.reward_function", "algorithm.filter_key"
-    kind = c.read_choice("worker.reward.reward_type", None, "function", "batch", "sequential")
+    type_key = "worker.reward.reward_type"
+    if c[type_key] == "model":
+        c.mark_unsupported(type_key, "give the model by --reward_model_name_or_path")
+        return
+    kind = c.read_choice(type_key, None, "function", "batch", "sequential")
     if c[key] is None:
-        c.mark_unsupported(key, "give FILE.py:FUNCTION, or --reward_funcs")
+        c.mark_unsupported(key, "give --reward_funcs, such as FILE.py:FUNCTION")
         return
     file, colon, name = str(c[key]).rpartition(":")
+    c.files[key] = [file if colon else name] if ".py" in str(c[key]) else []
     spec = f"{file}:{name}" if colon else f"{name}:{_default_function(name, kind)}"
     if c["algorithm.online_filtering"] and c[filter_key] != "overall":
         c.set("reward_funcs", [spec, f"{spec}[{c[filter_key]}]"], key, filter_key)
         c.set("reward_weights", [1.0, 0.0], filter_key)
     else:
         c.set("reward_funcs", [spec], key)
-    c.set("reward_type", None if kind == "function" else kind, "worker.reward.reward_type")
+    c.set("reward_type", None if kind == "function" else kind, type_key)
     if arguments := c["worker.reward.reward_function_kwargs"]:
         c.set("reward_function_kwargs", json.dumps(arguments), "worker.reward.reward_function_kwargs")
 

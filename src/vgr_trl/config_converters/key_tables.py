@@ -1,16 +1,16 @@
-"""Read the tables of other trainers' keys, `<framework>.yaml`, and rename the keys of MTRL, VPPO and verl to EasyR1's.
+"""Read the tables of other trainers' keys and flags, and rename the keys of MTRL, VPPO and verl to EasyR1's.
 
 Configurations of every framework are converted by EasyR1's keys, `EASYR1_KEYS`.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, did_you_mean
 
 
 class Key(NamedTuple):
@@ -45,6 +45,34 @@ def build_keys(tables: Mapping[str, Any]) -> dict[str, Key]:
     return dict(sorted(known.items()))
 
 
+def load_flags() -> dict[str, dict[str, str]]:
+    """Return framework -> its flags -> the flag here, or why there is none."""
+    tables = load_tables("flags")
+    return {name: {flag: here for row, here in table.items() for flag in row.split(", ")}
+            for name, table in tables.items()}  # fmt: skip
+
+
+def explain_unknown(unknown: Sequence[str], stated: Sequence[str], known: Collection[str], prefix: str = "") -> str:
+    """Return sentences or lines that say what takes the place of unknown options.
+
+    Args:
+        unknown: their names.
+        stated: all names that the user gave; some have another meaning in the framework of the unknown ones.
+        known: names of the options here.
+        prefix: written before names, as `--`.
+    """
+    flags = load_flags()
+    framework = max(flags, key=lambda name: len(flags[name].keys() & set(unknown)))
+    theirs = flags[framework]
+    if not theirs.keys() & set(unknown):
+        return "".join(
+            dict.fromkeys(did_you_mean(f"{prefix}{name}", [prefix + here for here in known]) for name in unknown)
+        )
+    lines = [f"  {prefix}{name}: {theirs[name]}" for name in dict.fromkeys(stated) if name in theirs]
+    lines += [f"  {prefix}{name}: unknown" for name in unknown if name not in theirs]
+    return "\n".join([f" {framework}'s flags, and ours:", *lines, "docs/migration.md shows all."])
+
+
 EASYR1_KEYS = build_keys(load_tables("easyr1"))
 
 
@@ -70,7 +98,7 @@ def check_type(name: str, value: Any, known: Key) -> None:
 
 _MTRL = load_tables("mtrl")
 MTRL_SECTIONS: dict[str, str] = _MTRL["sections"]  # section of MTRL -> EasyR1's
-MTRL_NAMES: dict[str, str] = _MTRL["names"]  # key of MTRL or VPPO -> EasyR1's
+MTRL_NAMES: dict[str, str] = _MTRL["names"] | _MTRL["other_names"]  # key of MTRL, VPPO or a port -> EasyR1's
 
 
 def easyr1_name(key: str) -> str:
@@ -96,12 +124,18 @@ def rename_mtrl_keys(configuration: Mapping[str, Any]) -> tuple[dict[str, Any], 
         if key in stated and stated[key] != value:
             raise ConfigError(f"{names[key]} is {stated[key]!r}, but its other name {name} is {value!r}: give one.")
         stated[key], names[key] = value, name
-    sections = {name.partition(".")[0] for name in configuration}
-    used = {section: theirs for theirs, section in MTRL_SECTIONS.items() if theirs in sections}
+    is_mtrl = uses_mtrl_sections(configuration)
+    theirs = {key: name for name, key in _MTRL["names"].items()} if is_mtrl else {}
+    used = {section: name for name, section in MTRL_SECTIONS.items()} if is_mtrl else {}
     for key in EASYR1_KEYS:
-        section, dot, rest = key.partition(".")
+        section, dot, rest = theirs.get(key, key).partition(".")
         names.setdefault(key, f"{used.get(section, section)}{dot}{rest}")
     return stated, names
+
+
+def uses_mtrl_sections(given: Mapping[str, Any]) -> bool:
+    """Whether a configuration has a section with MTRL's name."""
+    return any(name.partition(".")[0] in MTRL_SECTIONS for name in given)
 
 
 _VERL = load_tables("verl")
@@ -116,6 +150,7 @@ def rename_verl_keys(configuration: Mapping[str, Any]) -> tuple[dict[str, Any], 
     values = VERL_DEFAULTS | {key: value for key, value in configuration.items() if key not in VERL_RENAMED_KEYS}
     values |= {key: configuration.get(name, default) for name, (key, default) in VERL_RENAMED_KEYS.items()}
     names = {key: name for name, (key, _) in VERL_RENAMED_KEYS.items()}
+    names["worker.reward.reward_function"] = "custom_reward_function.path"
     own = {key: configuration.get(key, known.default) for key, known in VERL_KEYS.items()}
     actor = "actor_rollout_ref.actor"
     in_loss = bool(values["algorithm.use_kl_loss"])

@@ -24,6 +24,7 @@ from transformers import ProgressCallback
 from transformers.utils import logging
 from trl.data_utils import prepare_multimodal_messages
 
+from vgr_trl.callbacks.trackers import Bar
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.prompts import build_prompt
 from vgr_trl.demo import Options
@@ -418,7 +419,7 @@ def trainer_options(options: Options, output_dir: Path, **changed: Any) -> DAPOC
     return DAPOConfig(**chosen | changed)
 
 
-class ReinforceBar(ProgressCallback):
+class ReinforceBar(Bar):
     """The trainer's progress bar with the mean reward in it, instead of a dictionary printed at every step."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

@@ -177,7 +177,7 @@ def read_comparison(folder: Path) -> list[dict[str, Any]]:
 
 
 def _pick_scores(scores: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("questions", "k", "accuracy", "mean_at_k", "format", "blind")
+    names = ("questions", "k", "accuracy", "interval", "mean_at_k", "format", "blind")
     return {name: scores[name] for name in names if name in scores}
 
 

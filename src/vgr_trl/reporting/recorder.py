@@ -11,6 +11,7 @@ import io
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -279,9 +280,9 @@ def describe_setup(model: Any, accelerator: Accelerator, weights: Mapping[str, f
     """
     adapters = getattr(model, "peft_config", None) or {}
     lora = [f"r={config.r}, alpha={config.lora_alpha}, {config.target_modules}" for config in adapters.values()]
-    commit = ""
+    commit, git = "", shutil.which("git") or "git"  # without a folder Python would show its warnings once more
     with suppress(OSError, subprocess.CalledProcessError):
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, check=True, text=True).stdout.strip()
+        commit = subprocess.run([git, "rev-parse", "HEAD"], capture_output=True, check=True, text=True).stdout.strip()
     command = shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
     device = accelerator.device
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
