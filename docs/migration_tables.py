@@ -24,7 +24,8 @@ def make_page() -> str:
 
 
 def _code(flags: list[str]) -> str:
-    return ", ".join(f"`{flag}`" for flag in flags)
+    """Return the first flags of a row as code."""
+    return ", ".join([*(f"`{flag}`" for flag in flags[:3]), *["…"] * (len(flags) > 3)])
 
 
 def _mark_flags(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: add pages of benchmarks, rewrite links to other files as paths or addresses, unescape pipes."""
+"""Hooks of mkdocs: add pages of benchmarks, rewrite links, unescape pipes, write llms.txt and pages as Markdown."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+PAGES: dict[str, str] = {}  # source of a page -> its Markdown, with links between pages
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 
 
@@ -36,11 +37,30 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
             return f"{text}({os.path.relpath(on_site, here)}{anchor})"
         name = path.relative_to(ROOT).as_posix()
         if config.repo_url:
-            return f"{text}({config.repo_url}/{'tree' if path.is_dir() else 'blob'}/HEAD/{name}{anchor})"
+            linked = f"{text}({config.repo_url}/{'tree' if path.is_dir() else 'blob'}/HEAD/{name}{anchor})"
+            on_github = config.repo_url.startswith("https://github.com/") and path.suffix == ".ipynb"
+            colab = config.repo_url.replace("github.com", "colab.research.google.com/github", 1)
+            return f"{linked} ([open in Colab]({colab}/blob/HEAD/{name}))" if on_github else linked
         shown = text[1:-1]
         return shown if shown.strip("`") == name else f"{shown} (`{name}`)"
 
-    return LINK.sub(rewritten, markdown)
+    PAGES[page.file.src_uri] = LINK.sub(rewritten, markdown)
+    return PAGES[page.file.src_uri]
+
+
+def on_post_build(config: Any) -> None:
+    """Write each page as Markdown beside its HTML, and llms.txt, which lists them, for readers that are programs."""
+    site, listed = Path(config.site_dir), []
+    for uri, text in PAGES.items():
+        file = site / uri
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        title = next((line[2:] for line in text.splitlines() if line.startswith("# ")), uri)
+        prose = (line for line in text.split("\n\n") if re.match(r"(?!```)[^\s#|!<:-]", line))
+        about = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", next(prose, "")).replace("\n", " ").partition(". ")[0]
+        listed.append(f"- [{title}]({uri}): {about[:200]}")
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", "", *listed, ""]
+    (site / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
 def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
