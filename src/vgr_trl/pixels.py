@@ -356,6 +356,24 @@ def causal_type(config: Any, name: str) -> int:
     return _CAUSAL_TYPE.get(config.model_type, 0) if name == "token_type_ids" else 0
 
 
+def make_completions_causal(inputs: Mapping[str, Any], config: Any, completion_length: int) -> dict[str, Any]:
+    """Return the inputs of a pass with causal token types, (N, P + T), in the completions.
+
+    TRL pads token types with 0, by which completions of PaliGemma attend to later tokens.
+
+    Args:
+        inputs: by name, with or without token types.
+        config: configuration of the model.
+        completion_length: T.
+    """
+    changed = dict(inputs)
+    value = changed.get("token_type_ids")
+    if value is not None and (kind := causal_type(config, "token_type_ids")):
+        completions = value.new_full((len(value), completion_length), kind)
+        changed["token_type_ids"] = torch.cat([value[:, :-completion_length], completions], dim=1)
+    return changed
+
+
 def extend_token_types(inputs: Mapping[str, torch.Tensor], config: Any, length: int) -> dict[str, torch.Tensor]:
     """Extend the token types of prompts to completions, which stay causal.
 

@@ -17,7 +17,7 @@ from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import evaluation_prefix, guard_trackers, print_lines
 from vgr_trl.checkpoints import MovingReference, ResumableTrainer
 from vgr_trl.config import why_no_engine
-from vgr_trl.credit import REWARD_FILE_WEIGHTS, per_token, shape_advantages, stack_weights
+from vgr_trl.credit import REWARD_FILE_WEIGHTS, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
@@ -44,10 +44,8 @@ from vgr_trl.measure import (
 )
 from vgr_trl.metrics.collapse import CollapseWatch
 from vgr_trl.metrics.step_metrics import StageClock, StepMetrics
-from vgr_trl.passes.adapters import adapter_dtype, cast_adapters
-from vgr_trl.passes.loss_mask import Skipping
 from vgr_trl.passes.micro_batches import join_micro_batches, loss_in_parts, plan_shuffle
-from vgr_trl.passes.run_pass import run_pass, score
+from vgr_trl.passes.run_pass import Skipping, adapter_dtype, cast_adapters, run_pass, score
 from vgr_trl.patches.trl import (
     enable_reference_model,
     enlarge_tables,
@@ -616,11 +614,12 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     def _term_inputs(self, model: nn.Module, batch: Mapping[str, Any], scores: Scores, logps: Tensor) -> TermInputs:
         """Return what loss terms read of a micro-batch of TRL and its training pass."""
+        advantages = batch["advantages"]  # (N,) or (N, T)
         top = [batch[name].transpose(1, 2) for name in ("teacher_top_ids", "teacher_top_logps") if name in batch]
         return TermInputs(
             logps,
             valid_tokens(batch).bool(),
-            per_token(batch["advantages"]).expand_as(logps),
+            advantages.expand_as(logps) if advantages.ndim == 2 else advantages.unsqueeze(1).expand_as(logps),
             old_logps=batch.get(OLD_LOGPS),
             reference_logps=batch.get("ref_per_token_logps"),
             hidden=scores.hidden,
@@ -687,7 +686,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             if perturbed.entropies is not None:
                 passed.log("perturbed_entropy", perturbed.entropies)
         kl = None
-        if self.args.has_kl_loss:
+        if self.kl.in_loss:
             kl, metrics = self.kl.term(passed, inputs.get("reference_hidden"))
             self._log_metrics(metrics)
         if (terms := auxiliary_loss(passed, self.loss_terms, self.args, kl)) is not None:

@@ -6,8 +6,8 @@ from peft import LoraConfig, get_peft_model
 from support.steps import DAPO, build_trainer, options
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vgr_trl.passes import adapters
-from vgr_trl.passes.adapters import cast_adapters
+from vgr_trl.passes import run_pass
+from vgr_trl.passes.run_pass import cast_adapters
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
 
@@ -31,7 +31,7 @@ def test_updates_are_the_same_to_the_bit_with_fewer_casts(changed, vision, image
             DAPO, copy.deepcopy(vision[0]), vision[1], image_rows, options(tmp_path, bf16=True, **changed),
             peft_config=LoraConfig(**LORA),
         )  # fmt: skip
-        assert adapters.adapter_dtype(trainer.accelerator) == torch.bfloat16
+        assert run_pass.adapter_dtype(trainer.accelerator) == torch.bfloat16
         monkeypatch.setattr("vgr_trl.trainer.adapter_dtype", lambda accelerator, dtype=dtype: dtype)
         step, counts = trainer.training_step, Casts()
 
@@ -51,6 +51,6 @@ def test_updates_are_the_same_to_the_bit_with_fewer_casts(changed, vision, image
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_dropout": 0.1}])
 def test_other_adapters_stay_as_they_are(options, vision):
     model = get_peft_model(copy.deepcopy(vision[0]), LoraConfig(**LORA, **options))
-    layer = next(module for module in model.modules() if type(module) is adapters.Linear)
+    layer = next(module for module in model.modules() if type(module) is run_pass.Linear)
     with cast_adapters(model, torch.bfloat16):
         assert "forward" not in vars(layer.lora_A["default"])

@@ -243,6 +243,7 @@ class KLControl(SavedState):
 
     def __init__(self, args: "DAPOConfig", accelerator: Accelerator, full: FullKL | None) -> None:
         self.args, self.accelerator, self.full = args, accelerator, full
+        self.in_loss = args.has_kl_loss
         self.is_adaptive = args.kl_coef > 0 and args.kl_type == "adaptive"
         self.controller: AdaptiveKLController = FixedKLController(args.kl_coef)
         if self.is_adaptive:

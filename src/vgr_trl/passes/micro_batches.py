@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vgr_trl.config import PER_WINDOW
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.passes.loss_mask import Extent, Skipping, count_positions, pack_rows
+from vgr_trl.passes.run_pass import Extent, Skipping, count_positions, pack_rows
 from vgr_trl.patching import patched_attribute
 from vgr_trl.pixels import IMAGE_INPUTS, take_entries
 from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens

@@ -25,7 +25,7 @@ from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import images_of
 from vgr_trl.errors import DataError, error_text, printable, release
 from vgr_trl.patching import patched_attribute, patched_attributes
-from vgr_trl.pixels import TOKEN_TYPES, causal_type, image_inputs_of
+from vgr_trl.pixels import TOKEN_TYPES, image_inputs_of
 from vgr_trl.rows import stacked_inputs
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.prefix_split import is_image_token
@@ -452,27 +452,6 @@ def mark_scored_images(model: nn.Module, ids: torch.Tensor, given: Mapping[str, 
         given: arguments by name.
     """
     return mark_images(model, ids, {name: value for name, value in given.items() if name in _SCORING_ARGUMENTS})
-
-
-# Token types of completions, which must not let a token attend to later tokens.
-
-
-def make_completions_causal(inputs: Mapping[str, Any], config: Any, completion_length: int) -> dict[str, Any]:
-    """Return the inputs of a pass with causal token types, (N, P + T), in the completions.
-
-    TRL pads token types with 0, by which completions of PaliGemma attend to later tokens.
-
-    Args:
-        inputs: by name, with or without token types.
-        config: configuration of the model.
-        completion_length: T.
-    """
-    changed = dict(inputs)
-    value = changed.get("token_type_ids")
-    if value is not None and (kind := causal_type(config, "token_type_ids")):
-        completions = value.new_full((len(value), completion_length), kind)
-        changed["token_type_ids"] = torch.cat([value[:, :-completion_length], completions], dim=1)
-    return changed
 
 
 # Prompts that are not padded.
