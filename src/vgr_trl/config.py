@@ -415,8 +415,8 @@ class LossOptions(CreditOptions):
     """Terms beside TRL's loss."""
 
     # fmt: off
-    teacher_top_k: int = option(100, "The teacher's most probable tokens that loss terms receive; the rest are pooled; 0: "
-        "all.", ge=0, needs=lambda args: None if "teacher_top" in args.term_needs() else "no loss term reads them")
+    teacher_top_k: int = option(100, "The teacher's most probable tokens that loss terms receive; the rest are pooled; "
+        "0: all.", ge=0, needs=lambda args: None if "teacher_top" in args.term_needs() else "no loss term reads them")
     # fmt: on
 
     @property
