@@ -41,7 +41,7 @@ def test_a_step_prints_one_line_and_callbacks_get_everything(build, capsys, sile
     trainer.add_callback(Tracker())
     trainer.train()
     out, err = capsys.readouterr()
-    assert re.findall(r"^step (\d)/2  reward .* loss ", out, re.M) == ["1", "2"]
+    assert re.findall(r"^step (\d)/2  reward .*s/step", out, re.M) == ["1", "2"]
     assert "{" not in out + err
     assert min(seen[:2]) > 30
     trainer.remove_callback(printer)  # as scripts do that print lines of their own

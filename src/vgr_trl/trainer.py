@@ -50,6 +50,7 @@ from vgr_trl.patches.trl import (
     enable_reference_model,
     enlarge_tables,
     flatten_conversations,
+    forget_fused_head,
     images_logged_by_all,
     keep_pixel_rows_whole,
     keep_prompts_unpadded,
@@ -176,6 +177,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self._first_rewards: list[torch.Tensor] = []  # of the first two rollouts
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
         given = patched_attribute(args, "reward_weights", weights)
+        if isinstance(model, nn.Module):
+            forget_fused_head(model)
         batching = let_models_with_processors_batch(self, args)
         with enable_reference_model(args, args, teaches=True), given, naming_unserved_model(), batching:
             super().__init__(model, rewards, args, *rest, **options)

@@ -1,4 +1,7 @@
+import copy
+
 import pytest
+import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support.trainers import tiny_model
 from trl import ModelConfig
@@ -7,6 +10,23 @@ from vgr_trl.cli.arguments import parse
 from vgr_trl.cli.train import separate_lora_modules
 from vgr_trl.errors import ConfigError
 from vgr_trl.validate import options
+
+
+def test_a_copy_of_a_model_that_has_a_trainer_is_trained_itself(text_trainer, text_model):
+    """TRL's forward of a copy would compute with the weights of the model that it was copied from."""
+    text_trainer(model=text_model)
+    copied = copy.deepcopy(text_model)
+    trainer = text_trainer(model=copied, max_steps=2)
+    before = {name: value.clone() for name, value in copied.named_parameters()}
+    trainer.train()
+    assert all(torch.equal(value, text_model.state_dict()[name]) for name, value in before.items())
+    assert not all(torch.equal(value, before[name]) for name, value in copied.named_parameters())
+    fresh = copy.deepcopy(text_model)
+    fresh.load_state_dict(copied.state_dict())
+    ids = torch.tensor([[3, 5, 8]])
+    with torch.no_grad():
+        assert torch.equal(copied.base_model(ids).last_hidden_state, fresh.base_model(ids).last_hidden_state)
+        assert torch.allclose(copied(ids).logits, copied.lm_head(copied.base_model(ids).last_hidden_state))
 
 
 @pytest.mark.parametrize(

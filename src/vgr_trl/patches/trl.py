@@ -454,6 +454,21 @@ def mark_scored_images(model: nn.Module, ids: torch.Tensor, given: Mapping[str, 
     return mark_images(model, ids, {name: value for name, value in given.items() if name in _SCORING_ARGUMENTS})
 
 
+# Copies of a model that a trainer was made with.
+#
+# TRL 1.16 puts its head into `model.forward`, around the forward pass of this very object. A deep copy trains its own
+# weights, but generates with those of the model that it was copied from. Removable with a TRL that looks it up.
+
+
+def forget_fused_head(model: Any) -> None:
+    """Give a model its own forward pass back, before TRL wraps it; accelerate may have wrapped TRL's."""
+    own = vars(causal_model(model))
+    forward = own.get("_original_forward", own.get("forward"))
+    if getattr(forward, "__globals__", {}).get("__name__", "").startswith("trl."):
+        own.pop("forward")
+        own.pop("_original_forward", None)
+
+
 # Prompts that are not padded.
 #
 # The processors of Gemma 4 pad prompts of several lengths unless they are told not to. TRL 1.16 takes their tokens for
