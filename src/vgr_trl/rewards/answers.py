@@ -91,53 +91,45 @@ _MAX_LINE, _MAX_WORDS = 80, 8  # characters and words of a line that is an open 
 _THINK = r"[<◁\[](?:{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|\|{1}_of_thought\|>)"
 _THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE)
 _THOUGHT = re.compile(rf"{_THINK.format('', 'begin')}.*?(?:{_THOUGHT_END.pattern}|\Z)", re.IGNORECASE | re.DOTALL)
-_TOKEN = re.compile(
-    r"[<\[](?:\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|(?:/?s|eos|pad|unk|end_of_\w{4,9})>|(?:EOS|PAD)\])"
+_TOKEN = re.compile(  # a special token, not of a box
+    r"[<\[](?:\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|(?:/?s|eos|pad|unk|end_of_\w{4,9})>|EOS\])"
 )
 _EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u2714\ufe0f]")
 
 # Words at which explicit statements are sought; then their forms, matched in lower case.
-_ANCHORS = """\\boxed <|begin_of_box <answer <final <conclusion #### box point_2d answer correct right best option choice choose
-pick select respuesta opción antwort resposta risposta réponse ответ 答 选 選 正确 正確 结论 结果 正解 정답 الإجابة""".split()
+_ANCHORS = """\\boxed <|begin_of_box <answer <final <conclusion #### box point_2d answer correct right best option
+choice choose pick select respuesta opción antwort resposta risposta réponse ответ 答 选 選 正 结 정답 الإجابة"""
 _MARKS, _A_TO_J = r"['\"*_]{0,4}", r"[(\"'“*]{0,4}[a-j](?![a-z])"
 _STATEMENT = re.compile(
-    r"(?P<box>\\boxed\s{0,9}\{|<\|begin_of_box\|>)|(?P<tag><(?:final_?)?(?:answer|conclusion)>)|(?P<hashes>####)"
-    r"|(?P<statement>(?<![a-z])(?:(?:answer|option|choice)s?(?: letter| number)?|(?:correct|right|best) (?!angle|side|hand"
-    rf"|answer|option)[a-z]{{2,12}})(?: (?:to|for|of|in|among|from|here|that|based|matching)\b[^.\n:;?!]{{0,80}}?)?{_MARKS},? "
-    r"(?:(?:here|therefore|thus|then),? )?(?:is|are|was|should be|must be|will be|becomes)\b(?!n['’]t)"
-    r"|(?:answer|(?<=correct )option|choice|box(?:_2d)?|point_2d)(?: \([a-z ]{1,20}\)| choice| letter| option)?"
-    rf"{_MARKS} ?(?::|=>?|->|→|- )|(?<![a-z,.] )answer[ \t*_]{{0,9}}$|(?<=\bto )option(?= {_A_TO_J})"
+    r"(?ma)(?P<box>\\boxed\s{0,9}\{|<\|begin_of_box\|>)|(?P<tag><(?:final_?)?(?:answer|conclusion)>)|(?P<hashes>####)"
+    r"|(?P<statement>(?<![a-z])(?:answer|option|choice)s?(?: letter| number)?(?: (?:to|for|of|in|among|here|that)\b"
+    rf"[^.\n:;?!]{{0,80}}?)?{_MARKS},? (?:is|are|was|should be|must be|will be|becomes)\b(?!n['’]t)"
+    rf"|(?:answer|(?<=correct )option|choice|box(?:_2d)?|point_2d){_MARKS} ?(?::|=>?|->|→|- )"
+    rf"|(?<![a-z,.] )answer[ \t*_]*$|(?<=\bto )option(?= {_A_TO_J})"
     rf"|(?<![a-z])(?:choose|pick|select|go with)(?= (?:option |choice |answer )?{_A_TO_J})"
-    rf"|(?:答案|结果|结论)[】\]]?{_MARKS}(?:应该?|應|就|显然|只能|最终){{0,2}}(?:选择?|選|是|为|為|: ?|】|\])"
+    rf"|(?:答案|结果|结论)[】\]]?{_MARKS}(?:应该?|應|就|只能|最终){{0,2}}(?:选择?|選|是|为|為|: ?|】|\])"
     r"|(?<![^\s。,;【\[])答[】\]]? ?[:是]|正[确確]的?(?:选项|選項|选择|描述|说法)(?:应该?|就)?[是为為:]"
     rf"|(?:选项|選項)(?:应该?)?[是为為]? {{0,3}}(?={_A_TO_J}[)\"'*]{{0,4}} {{0,3}}(?:[。,.;]|$))"
     rf"|[选選](?:择|擇|为|為|答案)? {{0,3}}:? {{0,3}}(?={_A_TO_J})"
-    r"|(?:respuesta|opci[oó]n|antwort|r[ée]ponse|resposta|risposta|ответ|正解|回答|정답|답|الإجابة)(?: (?:correcta|correcte"
-    rf"|corretta|finale?|الصحيحة))?{_MARKS} ?(?::|[-–—] |(?:es|lautet|ist|est|é|è)(?![a-z])(?: l?a\b)?|は|은|هي|هو))"
-    r"|(?P<confirmation>(?<![a-z])(?:correct|right|best|(?:my|as the|the) (?:final )?answer)\b(?: (?:answer|option|choice)\b)?"
+    r"|(?:respuesta|opci[oó]n|antwort|r[ée]ponse|resposta|risposta|ответ|正解|回答|정답|답|الإجابة)"
+    rf"(?: (?:corr\w+|finale?|الصحيحة))?{_MARKS} ?(?::|- |(?:es|lautet|ist|est|é|è)(?![a-z])(?: la?)?|は|은|هي))"
+    r"|(?P<confirmation>(?<![a-z])(?:correct|right|best|(?:my|as the|the) (?:final )?answer)\b(?: (?:answer|option)\b)?"
     r"(?!,? (?:and so|as) (?:is|are)\b|\?| (?:only )?(?:if|when|is|to)\b| [a-z]+ (?:is|are|was)\b|:)"
-    r"|正[确確]的?(?:答案|选项)?|对(?=[。,.;!\s]|$))",
-    re.MULTILINE | re.ASCII,
+    r"|正[确確]的?(?:答案|选项)?|对(?=[。,.;!\s]|$))"
 )
-_IS = re.compile(
-    r" (?:(?:is|are|was|must be|should be|seems|appears(?: to be)?) (?:\w+ly |indeed |therefore |thus |also )?|as )"
-    r"(?:the )?(?:most |only )?\Z"
-)
+_IS = re.compile(r" (?:is|are|must be|should be|seems|as)(?: (?:\w+ly|the|indeed|also|most|only))* \Z")
 _MARK_END = re.compile(r"</?(?:final_?)?(?:answer|conclusion)>?|<\|end_of_box\|>", re.IGNORECASE)
-_JOINED = re.compile(
-    r"(?:[/&|;、]|\b(?:and|or)|或者?|和)(?: also)?(?: the)?[\s$(\\\[\]*]*\Z|\}[\s$.,()}\\\[\]]*\Z", re.IGNORECASE
-)
-_JOINS = re.compile(r"[)*\s]*(?:[/&|;、]|or\b|and\b|或|和)\s*\S", re.IGNORECASE)
-_MORE = re.compile(r"(?:or|alternatively)\b|或|也可能", re.IGNORECASE)
+_JOINED = re.compile(r"(?i)(?:[/&|;、]|\b(?:and|or)|或者?|和)(?: also)?(?: the)?[\s$(\\\[\]*]*\Z|\}[\s$.,()}\\\[\]]*\Z")
+_JOINS = re.compile(r"(?i)[)*\s]*(?:[/&|;、]|or\b|and\b|或|和)\s*\S")
+_MORE = re.compile(r"(?i)(?:or|alternatively)\b|或|也可能")
 _SENTENCE_END = re.compile(
     r"[.!?](?<!\b(?:vs|Mr|Ms|Dr|St).)(?<![ .][K-Z].)(?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
 )
 _COURTESY = re.compile(  # from its start to the end of its line
-    r"(?:^|(?<=[.!?。] )|(?<=[!。]))(?:(?:i )?hope |let me know|feel free|please |if you |is there any|do you |would you |thank"
-    r"|happy to|glad to|希望|如(?:果|有)[^。\n]{0,12}(?:疑问|问题|需要|帮助)|请(?:随时|告诉我)).*$",
-    re.IGNORECASE | re.MULTILINE,
+    r"(?im)(?:^|(?<=[.!?。] )|(?<=[!。]))(?:(?:i )?hope |let me know|feel free|please |if you |is there any|do you "
+    r"|would you |thank|happy to|glad to|希望|如(?:果|有)[^。\n]{0,12}(?:疑问|问题|需要|帮助)|请(?:随时|告诉我)).*$"
 )
-_COMMENT = re.compile(r"(?:its?|they|their|he|she|his|her|this|these|that|those|you)\b|[它其这该]", re.IGNORECASE)
+_COMMENT = re.compile(r"(?i)(?:its?|they|their|he|she|his|her|this|these|that|those|you)\b|[它其这该]")
 
 _ITEM = re.compile(r"[\s*>-]*(?:[Oo]ption\s)?\(?([A-Ja-j])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)")
 _LETTER = (
@@ -197,7 +189,7 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
 def _find_explicit(text: str) -> Iterator[tuple[str, str]]:
     """Yield the rule and the content of explicit statements, the last one first; a joined pair is one content."""
     lowered = text.lower()
-    anchors = [re.escape(anchor) for anchor in _ANCHORS if anchor in lowered]
+    anchors = [re.escape(anchor) for anchor in _ANCHORS.split() if anchor in lowered]
     places = {place.start() for anchor in anchors for place in re.finditer(anchor, lowered)}
     later, rule, last = 0, "", ""  # the statement behind
     for start in sorted(places, reverse=True)[:_MAX_PLACES]:
@@ -253,13 +245,12 @@ def _read_line(rest: str) -> str:
 
 def _is_list(lines: Sequence[str]) -> bool:
     """Whether lines are nothing but several parts of a few words, or items."""
-    return len({*lines}) > 1 and (
-        all(len(re.sub(" [-+*/=] ", "", line).split()) < 3 for line in lines) or all(map(_ITEM.match, lines[-2:]))
-    )
+    is_short = all(len(re.sub(" [-+*/=] ", "", line).split()) < 3 for line in lines)
+    return len({*lines}) > 1 and (is_short or all(map(_ITEM.match, lines[-2:])))
 
 
 def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the last line, the first if it is an option, and the last sentence, without courtesies; lines of a list are none."""
+    """Yield the last line, the first if it begins with a letter, and the last sentence; a list of lines has none."""
     lines = [line for line in _COURTESY.sub("", text[-_REACH:]).splitlines() if re.search(r"[^\W_]", line)]
     while len(lines) > 1 and lines[-1].lower().startswith("because"):
         lines.pop()
@@ -302,9 +293,7 @@ def _name_options(text: str, rule: str, choices: Sequence[str]) -> set[int] | No
             return named
     polarities = [POLARITY.get(normalise(choice)) for choice in choices]
     if choices and all(polarities) and (said := find_polarity(text)):
-        return (
-            {polarities.index(min(said))} if len(said) == 1 and said <= {*polarities} and not refuses(text) else set()
-        )
+        return {index for index, polarity in enumerate(polarities) if polarity in said and not refuses(text)}
     if rule == "line":
         return None
     head = cut_reason(_first_sentence(text) if rule == "statement" else text)
@@ -313,11 +302,11 @@ def _name_options(text: str, rule: str, choices: Sequence[str]) -> set[int] | No
     texts = _find_texts(head, choices)
     places = [place for place in texts if ends.match(head, place[1])]
     places = texts if places and not verb else places  # red blue
-    letters = [(*letter.span(1), letter[1]) for letter in _NAMED.finditer(head)]
+    letters = [(letter.start(1), letter.end(1), letter[1]) for letter in _NAMED.finditer(head)]
     last = _HEAD.fullmatch(cut_fillers(head[verb:]).rstrip(STOPS + " "))
     if last and not letters and (rule != "sentence" or verb or "选" in head):
         letters = [(head.rfind(last[1]), len(head), last[1])]
-    places += [(*span, known.index(letter.upper())) for *span, letter in letters if letter.upper() in known]
+    places += [(start, end, known.index(name.upper())) for start, end, name in letters if name.upper() in known]
     if not places:
         return None if why_no_value(text) else _find_same(text, choices) or None
     places = [place for place in places if place[0] >= verb] or places
@@ -346,12 +335,7 @@ def _read_label(body: str, index: int, rule: str, choices: Sequence[str]) -> set
     end = _SENTENCE_END.search(body)
     first, further = (body[: end.start()], body[end.end() :]) if end else (body, "")
     first = cut_reason(f"x {first}")[2:]
-    if (
-        _is_denied(first, 0, 0)
-        or has("bounds", first[:9])
-        or first.startswith("+")
-        or further.lstrip().startswith("No, ")
-    ):
+    if _is_denied(first, 0, 0) or has("bounds", first[:9]) or first[:1] == "+" or further.lstrip()[:3] == "No,":
         return set()
     also = _ALSO.match(further) or (_ITEM.match(further) if rule in ("tag", "box") else None)
     letters = [*_OTHER.findall(first), *(also.groups() if also else ())]
@@ -411,7 +395,7 @@ def _first_sentence(text: str) -> str:
     return text
 
 
-_MAX_EXACT_NUMBER = 1e18  # floats far below it are exact integers
+_MAX_EXACT_NUMBER: Any = 1e18  # floats far below it are exact integers
 _MAX_GOLD_WORDS = 20  # of a reference answer that is not stated by a rule
 _GOLD_LETTER = re.compile(r"\(?\s?([A-Ja-j])\s?[).:]?|(?:\(([A-Ja-j])\)|([A-Ja-j])\s?\))\s*\S[^\n]*")
 
@@ -449,10 +433,7 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
             or the choices are not 2 to 10 different texts.
     """
     options = _parse_choices(choices)
-    if solution is None and not options and _is_number(label_idx):
-        if label_idx not in range(len(LETTERS)):
-            raise RewardError(f"label_idx is {excerpt(label_idx)}: without choices give an index 0 to 9")
-        return Solution(LETTERS[int(label_idx)], index=int(label_idx))
+    letters = tuple(LETTERS) if solution is None and not options and _is_number(label_idx) else ()
     solution = label_idx if solution is None else solution
     solution = solution.tolist() if hasattr(solution, "tolist") else solution
     if isinstance(solution, str) and solution.startswith('["'):  # a list, as tables of texts have it
@@ -467,8 +448,8 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
             accepted = list(solution)
         else:
             raise RewardError(f"solution is {excerpt(solution)}: give a list of texts, or one of numbers")
-    first, *others = dict.fromkeys(_resolve_one(each, options) for each in accepted)
-    return replace(first, others=tuple(others))
+    first, *others = dict.fromkeys(_resolve_one(text, options or letters) for text in accepted)
+    return replace(first, choices=options, others=tuple(others))
 
 
 def usable_solution(row: Mapping[str, Any]) -> Solution | None:
@@ -503,8 +484,7 @@ def _resolve_open(text: str) -> Solution:
         text = strip_wrapping(cut_reason(_first_sentence(part) if rule == "statement" else part))
     elif len(text.split()) > _MAX_GOLD_WORDS:
         raise RewardError(f"solution is {excerpt(text)}, which states no answer: give it alone, or in \\boxed{{}}")
-    letter = _GOLD_LETTER.fullmatch(strip_wrapping(to_half_width(text)))
-    if letter is None:
+    if not (letter := _GOLD_LETTER.fullmatch(strip_wrapping(to_half_width(text)))):
         return Solution(text)
     index = LETTERS.index((letter[1] or letter[2] or letter[3]).upper())
     return Solution(LETTERS[index], index=index)
@@ -512,8 +492,7 @@ def _resolve_open(text: str) -> Solution:
 
 def _is_number(value: Any) -> bool:
     """Whether a value is a number, not a bool, that floats represent exactly."""
-    is_real = isinstance(value, Real) and not isinstance(value, bool)
-    return is_real and bool(abs(value) < _MAX_EXACT_NUMBER)
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) < _MAX_EXACT_NUMBER)
 
 
 def _is_index(value: Any) -> bool:
@@ -539,12 +518,10 @@ def _parse_choices(choices: Any) -> tuple[str, ...]:
 @lru_cache(4096)
 def _find_choice(solution: str, options: tuple[str, ...]) -> int:
     """Return the option that a solution names, by letter, text or a statement; -1 if it names none."""
-    read = _read_option(to_half_width(solution), "tag", options)
+    readings = (_read_option(to_half_width(solution), "tag", options), stated_answer(solution, options))
+    read = next((read.value for read in readings if read and isinstance(read.value, int)), None)
     exact = [i for i, option in enumerate(options) if to_half_width(option).strip() == to_half_width(solution).strip()]
-    meant = sorted({*exact, *([read.value] if read and isinstance(read.value, int) else [])})
-    meant = meant or [i for i, option in enumerate(options) if normalise(option) == normalise(solution)]
-    if not meant and (stated := stated_answer(solution, options)) is not None:
-        meant = [stated.value] if isinstance(stated.value, int) else []
+    meant = sorted({*exact, *(() if read is None else (read,))})
     if len(meant) > 1:
         names = " or ".join(f"{LETTERS[index]} ({excerpt(options[index])})" for index in meant)
         raise RewardError(f"solution is {excerpt(solution)}, which could mean {names}: give the index of the option")
@@ -561,11 +538,8 @@ def is_right(text: str, solution: Solution) -> bool:
     """Return whether a completion states `solution` or another accepted answer."""
     for gold in (solution, *solution.others):
         answer = stated_answer(text, solution.choices, is_open=gold.index is None)
-        value = answer and answer.value
-        if (
-            is_same_open_answer(gold.text, value)
-            if isinstance(value, str)
-            else value is not None and value == gold.index
-        ):
+        value = None if answer is None else answer.value
+        is_same = is_same_open_answer(gold.text, value) if isinstance(value, str) else value == gold.index
+        if value is not None and is_same:
             return True
     return False

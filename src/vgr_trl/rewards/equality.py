@@ -48,11 +48,12 @@ _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _EXPONENT = re.compile(r"\^\s*(?:\{([^{}^]*)\}|([A-Za-z0-9])|(-\d)|\\circ)")
 _NAME = re.compile(  # x, AB, \angle ABC, S_1, f(x), Area: no product such as 2x or ab
     r"(?=\s*[^\d\s])\s*(?:m?\\(?:angle|triangle|overline|vec)\s?\{?|\\?(?:sin|cos|tan)\s?|[∠△]|[A-Za-z]{4,}\s)?"
-    r"(?:[A-Z]{1,4}|[a-zθαβγφ]|\\(?:theta|alpha|beta|gamma|phi)|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z\d]\))?\s*"
+    r"(?:[A-Z]{1,4}|[a-zθαβγφ]|\\(?:theta|alpha|beta)|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z\d]\))?\s*"
     r"|(?=.*(?:[A-Za-z]{4}|[\u4e00-\u9fff]{2}))(?:[^\W\d]| )+"
 )
 _FORMULA_UNIT = re.compile(
-    r"(.*?(?:π|\\pi|[√\\].*?[\d)}]))\s*((?<![A-Za-z\\])(?:(?:square|cubic) )?[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|[\u4e00-\u9fff]+)"
+    r"(.*?(?:π|\\pi|[√\\].*?[\d)}]))\s*"
+    r"((?<![A-Za-z\\])(?:(?:square|cubic) )?[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|[\u4e00-\u9fff]+)"
 )
 _AND = re.compile(r",?\s+and\s+|\s*(?:→|->|;)\s*|(?<=[\u4e00-\u9fff])和", re.IGNORECASE)
 _MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()

@@ -25,46 +25,42 @@ _ARTICLE = re.compile(r"(?:an?|the)\b\s*(?=.)|一[个只条辆种张把位名](?
 _KINDS = {
     "yes": "yes true yeah yep correct 是 是的 对 正确 有",
     "no": "no false nope incorrect 否 不是 不对 错 错误 不 没有 不正确",
-    "denies": """not no nobody nothing cannot never neither nor none without except anything unlikely wrong incorrect false
-        eliminate eliminates excluded ruled rule nicht kein ❌ ✗ 不 除了 非 排除 错 没 别 勿 未 ません ではな 아니""",
-    "supposes": "if unless whether suppose supposing assume assuming doubt wonder case 如果 假如 假设 若 是否 怀疑",
-    "others": """wrong incorrect false another other previous initial initially earlier common tempting not never says claims
-        thinks thought believes refuse user users people often 错误 可能 其他 另一 还是 干扰 不 别 没 未 非 排除""",
-    "refuses": """else deny denies refuse unknown sorry unclear unable impossible mistake sure certain please used user users
-        insufficient depends too moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多 最少 超过""",
-    "bounds": """than least most up over under above below beyond between more less fewer nearly almost before after until twice
-        half third quarter double triple times minus plus sum difference product square root similar same negative max min
-        opposite close closer different maximum minimum somewhere unlike behind many much next 大于 小于 多于 少于 不足 高于 低于 介于 不到
-        比 一半 倍 之间 负 以上 以下 以内""",
+    "denies": """not no nobody nothing cannot never neither nor none without except anything unlikely wrong incorrect
+false eliminate eliminates excluded ruled nicht kein ❌ ✗ 不 除了 非 排除 错 没 别 勿 未 ません ではな 아니""",
+    "supposes": "if unless whether suppose assume assuming doubt wonder case 如果 假如 假设 若 是否 怀疑",
+    "others": """wrong incorrect false another other previous initially earlier common not never says claims thinks
+thought believes refuse user users people often 错误 可能 其他 另一 还是 干扰 不 别 没 未 非 排除""",
+    "refuses": """else deny refuse unknown sorry unclear unable impossible mistake sure certain please used user depends
+too moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多 最少 超过""",
+    "bounds": """than least most up over under above below between more less fewer nearly almost before after until
+twice half third quarter double triple times minus plus sum difference product square root same negative opposite
+close closer as different maximum minimum unlike behind many much next 大于 小于 多于 少于 不足 高于 低于
+介于 不到 比 一半 倍 之间 负 以上 以下 以内""",
     "joins": "or vs either alternatively alias 或 还是 要么",
-    "verbs": """is are was were be count see find show shows says reads equals totals costs weighs has have had contains displays
-        depicts features includes belongs wears becomes gives means lasts departs states confirms holds holding suggest suggests
-        reaches 是 为 有 等于 共 占 了 着 位于 显示 需要""",
-}
+    "verbs": """is are was were be count see find show shows says reads equals totals costs weighs has have had contains
+displays features includes becomes gives means lasts departs states confirms holds holding suggest suggests reaches
+是 为 有 等于 共 占 了 着 位于 显示 需要""",
+}  # fmt: skip
 WORDS = {
     kind: ({*filter(str.isascii, words.split())}, [word for word in words.split() if not word.isascii()])
     for kind, words in _KINDS.items()
 }
 POLARITY = {word: kind for kind in ("yes", "no") for word in _KINDS[kind].split()}
 _SO = re.compile(  # before the conclusion of a clause
-    r"(?:→|⇒|\\(?:rightarrow|implies))\s*(?=\S+ = )|[,;.]\s+(?:and |but )?(?:so|therefore|thus|hence|giving)\b,?"
-    r"|\bnot [^,.;]{1,40},? but\b|[,;] (?:but )?(?=(?:it|this|that|s?he)(?:['’]s| is| was) (?!not\b))"
-    r"|[,;。]\s*(?:因此|所以|故|则|(?:一共|总共|共)(?=有?\d))|不是[^,。;]{1,12},?而是",
-    re.IGNORECASE,
+    r"(?i)(?:→|⇒|\\(?:rightarrow|implies))\s*(?=\S+ = )|[,;.]\s+(?:and |but )?(?:so|therefore|thus|hence|giving)\b,?"
+    r"|[,;。]\s*(?:因此|所以|故|则|(?:一共|总共|共)(?=有?\d))|不是[^,。;]{1,12},?而是|\bnot [^,.;]{1,40},? but\b"
 )
 _REASON = re.compile(  # behind it
-    r"(?<=[^\s,;:(。])(?:[\s,;:(。]+(?:(?:because|since|which|where|due to|based on|given (?:that|the)|and not|but not|rather than"
-    r"|instead of|unlike|including|(?<!well )as(?! well)(?= \S+ ))\b|因为|由于|理由|而不是|而非|不是|即|其中)"
-    r"|\s*[,;:(。]\s*(?:(?:not|no|without|except|wrong|there['’s is]+ no)\b|不|没|非))",
-    re.IGNORECASE,
+    r"(?i)(?<=[^\s,;:(。])(?:[\s,;:(。]+(?:(?:because|since|which|where|due to|based on|given (?:that|the)|and not"
+    r"|but not|rather than|instead of|unlike|(?<!well )as(?! well)(?= \S+ ))\b|因为|由于|而不是|而非|不是|其中)"
+    r"|\s*[,;:(。]\s*(?:(?:not|no|without|except|wrong|there['’s is]+ no)\b|不|没|非))"
 )
 _FILLER = re.compile(  # before an answer, and no part of it
-    r"(?:so|thus|therefore|hence|then|well|ok(?:ay)?|sure|result|i (?:think|believe|guess|would say)(?: that)?|in (?:conclusion"
-    r"|summary|short|total)|(?:it|this|that) (?:looks|seems|appears)(?: like| to be)?|(?:it|that|this|there|they|these|statement)"
-    r"(?:['’]s| (?:is|are|was|were))|assistant|option|choice|answer|letter|number|the(?= statement)|clearly|likely|most likely"
-    r"|probably|exactly|only|about|approximately|around|a total of)\b|(?:in \d{4}|(?:according to|based on|as (?:shown|seen) in) [^,.;]{1,40}),(?= \S)"
-    r"|因此|所以|综上所?述?|故|那么|选项|選項|大约|约|[一总]?共有?|应该是|应为|图片?中共?有|这是|是|有",
-    re.IGNORECASE,
+    r"(?i)(?:so|thus|therefore|hence|then|well|okay|sure|result|i (?:think|believe|guess)(?: that)?|in (?:short|total)"
+    r"|(?:it|this|that) (?:looks|seems|appears)(?: like| to be)?|(?:it|that|this|there|they|these|statement)(?:['’]s|"
+    r" (?:is|are|was|were))|assistant|option|choice|answer|letter|number|the(?= statement)|clearly|(?:most )?likely"
+    r"|probably|exactly|only|about|approximately|around|a total of)\b|(?:in \d{4}|(?:according to|based on|as \w+ in) "
+    r"[^,.;]{1,40}),(?= \S)|因此|所以|综上所?述?|故|选项|選項|大约|约|[一总]?共有?|应该是|应为|图片?中共?有|这是|是|有"
 )
 
 
@@ -142,11 +138,9 @@ _SIMPLER: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"\\(?:text|textrm|mathrm|mathbf|textbf|operatorname|rm)\s?\{([^{}]*)\}"), r"\1"),
     (re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+"), lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}"),
 ]
-_ENGLISH = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-    eighteen nineteen twenty"""
-_NUMBER_WORDS = {
-    word: number for words in (_ENGLISH.split(), "零一二三四五六七八九十") for number, word in enumerate(words)
-}
+_ENGLISH = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen twenty""".split()
+_NUMBER_WORDS = {word: number for words in (_ENGLISH, "零一二三四五六七八九十") for number, word in enumerate(words)}
 _NUMBER_WORDS |= {"两": 2, "十二": 12, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "hundred": 100}
 _WORD_PATTERN = "|".join(sorted(_NUMBER_WORDS, key=len, reverse=True))
 _NUMBER_WORD = re.compile(rf"(?:{_WORD_PATTERN})(?![A-Za-z0-9一二三四五六七八九十百千万亿点分-])", re.IGNORECASE)
@@ -157,14 +151,11 @@ _QUANTITY = re.compile(
     r"(?:[eE]([+-]?\d{1,2})|\s?(?:×|\\times|\\cdot|[*·x])\s?10\s?\^\s?(-?\d{1,2}|\{\s?[+-]?\d{1,2}\s?\}))?(\s*)(\S.*)?",
     re.DOTALL,
 )
-_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "千": 3, "万": 4, "百万": 6, "亿": 8}
-_SCALE = re.compile(rf"({'|'.join(_SCALES)})(?![A-Za-z])\s?", re.IGNORECASE)
 _THINGS = re.compile(  # things that a number counts, no words that change it
-    rf"(?:(?!(?:{_WORD_PATTERN}|is|was|has|does|(?:un)?less|plus|minus|times|as|vs|its|thus|this|us|[a-z]*(?:[dnhrf]ths?|illions?)"
-    r"|halves|quarters?|half|dozens?|hundreds?|thousands?|pairs?|crores?|lakhs?|or|and|to|in|on|at|of|for|than|more|out|by|over"
-    r"|per|if|negative|the|an?|are|from|with|that|who|which|left|wrong|between|next|then|maybe|also)\b)"
-    r"(?=[a-z-]*[aeiouy])[a-z-]{3,}(?: |$)){1,2}|[个只条辆人名位张把件种次块棵头匹双本朵支根颗座层台](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})",
-    re.IGNORECASE,
+    rf"(?i)(?:(?!(?:{_WORD_PATTERN}|is|was|has|less|plus|minus|times|as|vs|its|us|[a-z]*(?:[dnhrf]ths?|illions?)|halves"
+    r"|quarters?|half|dozens?|hundreds?|thousands?|crores?|lakhs?|or|and|to|in|on|at|of|for|than|more|out|by|over|per|if"
+    r"|negative|the|an?|are|from|with|that|who|which|left|wrong|next|then|maybe|also)\b)(?=[a-z-]*[aeiouy])[a-z-]{3,}"
+    r"(?: |$)){1,2}|[个只条辆人名位张把件种次块棵头匹双本朵支根颗座层](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})"
 )
 
 
@@ -241,16 +232,13 @@ def read_quantity(text: str) -> Quantity | None:
     if match is None or (match[1] and match[3]):
         return None
     before, currency, sign, number, power, exponent, gap, unit = (group or "" for group in match.groups())
-    shift = int((power or exponent or "0").strip("{} "))
-    if scale := _SCALE.match(unit):
-        unit, shift = unit[scale.end() :], shift + _SCALES[scale[1].casefold()]
     number = number.replace(",", "")
     if len(number.partition(".")[2]) >= 15:  # 1.2000000000000002, computed in floats
         number = str(round(float(number), 12))
-    value = Fraction(f"{'-' if '-' in (before, sign) else ''}{number}e{shift}")
+    value = Fraction(f"{'-' if '-' in (before, sign) else ''}{number}e{(power or exponent or '0').strip('{} ')}")
     if unit.casefold() in ("%", r"\%", "percent", "per cent") and not currency:
         return Quantity(value, "%")
-    names = {read_unit(unit, attached=not gap and not scale)} if unit else set()
+    names = {read_unit(unit, attached=not gap)} if unit else set()
     if names == {None} and (gap or not unit.isascii()) and (things := _THINGS.fullmatch(unit)):  # 3 dogs
         names = {things["noun"] if things["noun"] is not None else unit.casefold().removesuffix("s")}
     if currency:
@@ -259,21 +247,17 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
-_NUMBER = re.compile(
-    rf"[-+$€£¥]{{0,2}}(?<![\w.(\[])\d(?:[\d.,:/]*\d)?|(?<![a-z-])(?:{_WORD_PATTERN})(?![a-z-])", re.IGNORECASE
-)
+_NUMBER = re.compile(rf"(?i)[-+$€£¥]{{0,2}}(?<![\w.(\[])\d(?:[\d.,:/]*\d)?|(?<![a-z-])(?:{_WORD_PATTERN})(?![a-z-])")
 _NUMBER_END = re.compile(r"\((?!\d)|(?:in|on|at|for|from|with|by|who|that|when|according|left)\b")
-_REMARK = re.compile(
+_REMARK = re.compile(  # behind an answer, in brackets
     r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)(?:[^()]*[a-z]{2}[^()]* [^()]*|[\d.,]+ ?[a-z%]+)\)[\s.*]*$"
 )
 _LEAD = re.compile(  # before the thing that a phrase names
-    r"(?!(?:build|ceil|k|r|str|w)ing\s)[a-z]+ing\s+|[a-z]{3,}ed (?=by|in|on|at)|(?:an?|the|his|her|its|born|made|taken"
-    r"|by|in|on|at|to|as|with|for|from|called|named|number|value of|length of|year)\s+|着|了|正?在",
-    re.IGNORECASE,
+    r"(?i)(?!(?:build|ceil|k|r|str|w)ing\s)[a-z]+ing\s+|[a-z]{3,}ed (?=by|in|on|at)|(?:an?|the|his|her|its|born|made"
+    r"|by|in|on|at|to|as|with|for|from|called|named|number|value of|length of|year)\s+|着|了|正?在"
 )
 _PLACE = re.compile(  # behind it
-    r"\s(?:in|on|at|of|from|for|per|by|behind|near|under|that|who|shown|visible|(?!build|ceil)[a-z]{3,}ing)\s.*|\s(?:shown|visible)$",
-    re.IGNORECASE,
+    r"(?i)\s(?:in|on|at|of|from|for|per|by|behind|near|under|that|who|shown|visible|(?!build|ceil)[a-z]{3,}ing)\s.*"
 )
 
 
@@ -348,7 +332,7 @@ def _shorten(clause: str) -> Iterator[str]:
     numbers = list(_NUMBER.finditer(phrase))
     if has("bounds", phrase) or re.search(r"[=<>≤≥\\^√π+*]", phrase):
         return
-    if len(numbers) == 1 and not re.search(r"\b(?:and|also|to)\b|和|[,;|/]", phrase[: numbers[0].start()]):
+    if len(numbers) == 1 and not re.search(r"\b(?:and|also|to)\b|和|[,;|/]|(?:\S+ ){4}", phrase[: numbers[0].start()]):
         words = phrase[numbers[0].start() :].split()
         counted = [" ".join(words[:count]) for count in (3, 2) if read_quantity(" ".join(words[:count]))]
         if counted or len(words) == 1 or _NUMBER_END.match(words[1]):
