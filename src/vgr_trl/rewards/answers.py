@@ -119,15 +119,17 @@ _STATEMENT = re.compile(
 )
 _IS = re.compile(r" (?:is|are|must be|should be|seems|as)(?: (?:\w+ly|the|indeed|also|most|only))* \Z")
 _MARK_END = re.compile(r"</?(?:final_?)?(?:answer|conclusion)>?|<\|end_of_box\|>", re.IGNORECASE)
-_JOINED = re.compile(r"(?i)(?:[/&|;、]|\b(?:and|or)|或者?|和)(?: also)?(?: the)?[\s$(\\\[\]*]*\Z|\}[\s$.,()}\\\[\]]*\Z")
-_JOINS = re.compile(r"(?i)[)*\s]*(?:[/&|;、]|or\b|and\b|或|和)\s*\S")
+_JOINED = re.compile(
+    r"(?i)(?:[/&|;、]|\b(?:and|or|[a-j]\W? to)|或者?|和|到)(?: also)?(?: the)?[\s$(\\\[\]*]*\Z|\}[\s$.,()}\\\[\]]*\Z"
+)
+_JOINS = re.compile(r"(?i)[)*\s]*(?:[/&|;、]|or\b|and\b|to \W?[a-j]\b|或|和|到)\s*\S?")
 _MORE = re.compile(r"(?i)(?:or|alternatively)\b|或|也可能")
 _SENTENCE_END = re.compile(
     r"[.!?](?<!\b(?:vs|Mr|Ms|Dr|St).)(?<![ .][K-Z].)(?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
 )
 _COURTESY = re.compile(  # from its start to the end of its line
-    r"(?im)(?:^|(?<=[.!?。] )|(?<=[!。]))(?:(?:i )?hope |let me know|feel free|please |if you |is there any|do you "
-    r"|would you |thank|happy to|glad to|希望|如(?:果|有)[^。\n]{0,12}(?:疑问|问题|需要|帮助)|请(?:随时|告诉我)).*$"
+    r"(?im)[\n.!?。]\s*(?:(?:i )?hope |let me know|feel free|please |if you |is there any|do you |would you |thank|happy"
+    r"|glad to|希望|如(?:果|有)[^。\n]{0,12}(?:疑问|问题|需要|帮助)|请(?:随时|告诉我)).*$"
 )
 _COMMENT = re.compile(r"(?i)(?:its?|they|their|he|she|his|her|this|these|that|those|you)\b|[它其这该]")
 

@@ -13,7 +13,6 @@ _HALF_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} 
 _HALF_WIDTH |= dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")  # invisible spaces and joiners
 _WIDE = re.compile(f"[{''.join(_HALF_WIDTH)}]")
 MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」«»《》", ".。,;:"
-_END = re.compile(rf"(?:[{STOPS}\s]|(?<=[^\W\d_]{{2}})[!?])+\Z")  # "5!" keeps its sign
 _WRAPPED = re.compile(
     r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|fbox)\s?\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
     r"|\\\((.*)\\\)|\\\[(.*)\\\]|\$\$?([^$]*)\$\$?|【(.*)】",
@@ -30,11 +29,11 @@ false eliminate eliminates excluded ruled nicht kein ❌ ✗ 不 除了 非 排�
     "supposes": "if unless whether suppose assume assuming doubt wonder case 如果 假如 假设 若 是否 怀疑",
     "others": """wrong incorrect false another other previous initially earlier common not never says claims thinks
 thought believes refuse user users people often 错误 可能 其他 另一 还是 干扰 不 别 没 未 非 排除""",
-    "refuses": """else deny refuse unknown sorry unclear unable impossible mistake sure certain please used user depends
-too moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多 最少 超过""",
+    "refuses": """else deny refuse unknown sorry unclear unable impossible mistake sure certain please used user
+depends insufficient too moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多 最少 超过""",
     "bounds": """than least most up over under above below between more less fewer nearly almost before after until
-twice half third quarter double triple times minus plus sum difference product square root same negative opposite
-close closer as different maximum minimum unlike behind many much next 大于 小于 多于 少于 不足 高于 低于
+twice half third quarter double triple times minus plus sum difference product square root similar same negative
+opposite close closer as different maximum minimum unlike behind many much next 大于 小于 多于 少于 不足 高于 低于
 介于 不到 比 一半 倍 之间 负 以上 以下 以内""",
     "joins": "or vs either alternatively alias 或 还是 要么",
     "verbs": """is are was were be count see find show shows says reads equals totals costs weighs has have had contains
@@ -101,7 +100,8 @@ def fold(text: str) -> str:
 def normalise(text: str) -> str:
     """Return `text` folded (`fold`) and without final punctuation, unless it is nothing else."""
     folded = fold(text)
-    return _END.sub("", folded) or folded
+    stops = STOPS + (" !?" if folded.rstrip(STOPS + " !?")[-2:].isalpha() else " ")  # "5!" keeps its sign
+    return folded.rstrip(stops) or folded
 
 
 @lru_cache(4096)
