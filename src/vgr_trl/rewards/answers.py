@@ -128,8 +128,8 @@ _SENTENCE_END = re.compile(
     r"[.!?](?<!\b(?:vs|Mr|Ms|Dr|St).)(?<![ .][K-Z].)(?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
 )
 _COURTESY = re.compile(  # from its start to the end of its line
-    r"(?im)[\n.!?。]\s*(?:(?:i )?hope |let me know|feel free|please |if you |is there any|do you |would you |thank|happy"
-    r"|glad to|希望|如(?:果|有)[^。\n]{0,12}(?:疑问|问题|需要|帮助)|请(?:随时|告诉我)).*$"
+    r"(?im)[\n.!?。]\s*(?:(?:i )?hope |let me know|feel free|please |if you |is there any|do you |would you |thank"
+    r"|happy to|glad to|希望|如(?:果|有).{0,12}(?:疑问|问题|需要|帮助)|请(?:随时|告诉我)).*$"
 )
 _COMMENT = re.compile(r"(?i)(?:its?|they|their|he|she|his|her|this|these|that|those|you)\b|[它其这该]")
 
@@ -179,7 +179,8 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
         is_open: whether the question is open.
     """
     text = to_half_width(text)
-    text = _TOKEN.sub("", _THOUGHT_END.split(_THOUGHT.sub("\n", text))[-1])
+    if any(sign in text for sign in "<[◁"):  # most long texts have no tags and tokens
+        text = _TOKEN.sub("", _THOUGHT_END.split(_THOUGHT.sub("\n", text))[-1])
     text = text if text.isascii() else _EMOJI.sub("", text)
     for rule, part in chain(_find_explicit(text), _find_plain(text, choices)):
         answer = _read_open(part.strip(), rule) if is_open else _read_option(part.strip(), rule, choices)

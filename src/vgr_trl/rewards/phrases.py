@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 _HALF_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u3000": " ", "\xa0": " ", "İ": "I"}
 _HALF_WIDTH |= dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")  # invisible spaces and joiners
-_WIDE = re.compile(f"[{''.join(_HALF_WIDTH)}]")
 MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」«»《》", ".。,;:"
 _WRAPPED = re.compile(
     r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|fbox)\s?\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
@@ -65,7 +64,9 @@ _FILLER = re.compile(  # before an answer, and no part of it
 
 def to_half_width(text: str) -> str:
     """Return `text` with full-width letters, digits, punctuation and spaces as ASCII, without zero-width characters."""
-    return text if text.isascii() else _WIDE.sub(lambda sign: _HALF_WIDTH[sign[0]], text)
+    for sign in () if text.isascii() else _HALF_WIDTH.keys() & {*text}:
+        text = text.replace(sign, _HALF_WIDTH[sign])
+    return text
 
 
 def has(kind: str, text: str) -> bool:
