@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 _HALF_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u3000": " ", "\xa0": " ", "İ": "I"}
 _HALF_WIDTH |= dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")  # invisible spaces and joiners
+_WIDE = re.compile(f"[{''.join(_HALF_WIDTH)}]")
 MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」«»《》", ".。,;:"
 _WRAPPED = re.compile(
     r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|fbox)\s?\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
@@ -29,7 +30,7 @@ false eliminate eliminates excluded ruled nicht kein ❌ ✗ 不 除了 非 排�
     "others": """wrong incorrect false another other previous initially earlier common not never says claims thinks
 thought believes refuse user users people often 错误 可能 其他 另一 还是 干扰 不 别 没 未 非 排除""",
     "refuses": """else deny refuse unknown sorry unclear unable impossible mistake sure certain please used user
-depends insufficient too moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多 最少 超过""",
+depends insufficient too moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多有 最少有 超过""",
     "bounds": """than least most up over under above below between more less fewer nearly almost before after until
 twice half third quarter double triple times minus plus sum difference product square root similar same negative
 opposite close closer as different maximum minimum unlike behind many much next 大于 小于 多于 少于 不足 高于 低于
@@ -64,7 +65,7 @@ _FILLER = re.compile(  # before an answer, and no part of it
 
 def to_half_width(text: str) -> str:
     """Return `text` with full-width letters, digits, punctuation and spaces as ASCII, without zero-width characters."""
-    for sign in () if text.isascii() else _HALF_WIDTH.keys() & {*text}:
+    for sign in () if text.isascii() else {*_WIDE.findall(text)}:
         text = text.replace(sign, _HALF_WIDTH[sign])
     return text
 
@@ -338,12 +339,12 @@ def _shorten(clause: str) -> Iterator[str]:
         counted = [" ".join(words[:count]) for count in (3, 2) if read_quantity(" ".join(words[:count]))]
         if counted or len(words) == 1 or _NUMBER_END.match(words[1]):
             yield (counted or words)[0]
-    if numbers:
+    if len(numbers) == 1:
         return
     while (lead := _LEAD.match(phrase)) and strip_wrapping(phrase[lead.end() :]):
         phrase = phrase[lead.end() :]
         yield phrase
-    yield _PLACE.sub("", phrase)
+    yield phrase if numbers else _PLACE.sub("", phrase)
 
 
 def split_list(text: str) -> list[str]:
