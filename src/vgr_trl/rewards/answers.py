@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain, islice, pairwise, repeat
+from itertools import accumulate, chain, pairwise, repeat
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from vgr_trl.errors import RewardError
 from vgr_trl.rewards.equality import is_same_open_answer, is_value
@@ -20,17 +20,16 @@ from vgr_trl.rewards.phrases import (
     MARKS,
     POLARITY,
     STOPS,
-    TABLES,
-    behind,
+    behind_verb,
     cut_fillers,
     cut_reason,
     find_polarity,
     fold,
-    match,
+    has,
     may_be_value,
     normalise,
     read_quantity,
-    search,
+    refuses,
     strip_article,
     strip_wrapping,
     to_half_width,
@@ -86,69 +85,72 @@ def excerpt(value: Any) -> str:
 
 
 LETTERS = "ABCDEFGHIJ"
-_MAX_REACH, _MAX_STATEMENTS, _MAX_PLACES = (
-    300,
-    20,
-    100,
-)  # characters of a statement; the last ones that are read; looked at
+_REACH, _MAX_PLACES = 300, 100  # characters of a statement; places that are looked at, from the end
 _MAX_LINE, _MAX_WORDS = 80, 8  # characters and words of a line that is an open answer
 
-_THINK = r"(?:[<◁\[]{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|<\|{1}_of_thought\|>)"
-_THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE | re.ASCII)
-_THOUGHT = re.compile(
-    rf"{_THINK.format('', 'begin')}.*?(?:{_THOUGHT_END.pattern}|\Z)", re.IGNORECASE | re.ASCII | re.DOTALL
+_THINK = r"[<◁\[](?:{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|\|{1}_of_thought\|>)"
+_THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE)
+_THOUGHT = re.compile(rf"{_THINK.format('', 'begin')}.*?(?:{_THOUGHT_END.pattern}|\Z)", re.IGNORECASE | re.DOTALL)
+_TOKEN = re.compile(  # a special token, not of a box
+    r"[<\[](?:\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|(?:/?s|eos|pad|unk|end_of_\w{4,9})>|EOS\])"
 )
-_SPECIAL_TOKEN = re.compile(
-    r"<\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|</?s>|\[(?:EOS|PAD)\]"
-    "|<(?:eos|pad|unk|end_of_turn|end_of_utterance)>|[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u2714\ufe0f]"
+_EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u2714\ufe0f]")
+
+# Words at which explicit statements are sought; then their forms, matched in lower case.
+_ANCHORS = """\\boxed <|begin_of_box <answer <final <conclusion #### box point_2d answer correct right best option
+choice choose pick select respuesta opción antwort resposta risposta réponse ответ 答 选 選 正 结 정답 الإجابة"""
+_MARKS, _A_TO_J = r"['\"*_]{0,4}", r"[(\"'“*]{0,4}[a-j](?![a-z])"
+_STATEMENT = re.compile(
+    r"(?ma)(?P<box>\\boxed\s{0,9}\{|<\|begin_of_box\|>)|(?P<tag><(?:final_?)?(?:answer|conclusion)>)|(?P<hashes>####)"
+    r"|(?P<statement>(?<![a-z])(?:answer|option|choice)s?(?: letter| number)?(?: (?:to|for|of|in|among|here|that)\b"
+    rf"[^.\n:;?!]{{0,80}}?)?{_MARKS},? (?:is|are|was|should be|must be|will be|becomes)\b(?!n['’]t)"
+    rf"|(?:answer|(?<=correct )option|choice|box(?:_2d)?|point_2d){_MARKS} ?(?::|=>?|->|→|- )"
+    rf"|(?<![a-z,.] )answer[ \t*_]*$|(?<=\bto )option(?= {_A_TO_J})"
+    rf"|(?<![a-z])(?:choose|pick|select|go with)(?= (?:option |choice |answer )?{_A_TO_J})"
+    rf"|(?:答案|结果|结论)[】\]]?{_MARKS}(?:应该?|應|就|只能|最终){{0,2}}(?:选择?|選|是|为|為|: ?|】|\])"
+    r"|(?<![^\s。,;【\[])答[】\]]? ?[:是]|正[确確]的?(?:选项|選項|选择|描述|说法)(?:应该?|就)?[是为為:]"
+    rf"|(?:选项|選項)(?:应该?)?[是为為]? {{0,3}}(?={_A_TO_J}[)\"'*]{{0,4}} {{0,3}}(?:[。,.;]|$))"
+    rf"|[选選](?:择|擇|为|為|答案)? {{0,3}}:? {{0,3}}(?={_A_TO_J})"
+    r"|(?:respuesta|opci[oó]n|antwort|r[ée]ponse|resposta|risposta|ответ|正解|回答|정답|답|الإجابة)"
+    rf"(?: (?:corr\w+|finale?|الصحيحة))?{_MARKS} ?(?::|- |(?:es|lautet|ist|est|é|è)(?![a-z])(?: la?)?|は|은|هي))"
+    r"|(?P<confirmation>(?<![a-z])(?:correct|right|best|(?:my|as the|the) (?:final )?answer)\b(?: (?:answer|option)\b)?"
+    r"(?!,? (?:and so|as) (?:is|are)\b|\?| (?:only )?(?:if|when|is|to)\b| [a-z]+ (?:is|are|was)\b|:)"
+    r"|正[确確]的?(?:答案|选项)?|对(?=[。,.;!\s]|$))"
 )
-_MARK = re.compile(r"\\boxed\s{0,9}\{|<\|begin_of_box\|>|<(?:final_?)?(?:answer|conclusion)>|####")
+_IS = re.compile(r" (?:is|are|must be|should be|seems|as)(?: (?:\w+ly|the|indeed|also|most|only))* \Z")
 _MARK_END = re.compile(r"</?(?:final_?)?(?:answer|conclusion)>?|<\|end_of_box\|>", re.IGNORECASE)
-_TAKEN_BACK = re.compile(
-    r"[^\w\n]{0,9}(?:(?:or\b|或)(?!\W*boxed)|(?:is|was) (?:wrong|incorrect|false|not)\b|是?[错不])"
-)
-_JSON = re.compile(r"(?:^|\n)\s*(?:```(?:json)?\s*)?([{\[].{1,2000}[}\]])[\s`]*\Z", re.DOTALL)
-_JSON_KEYS = (r"(?:bbox|box|point)(?:_2d)?", r"(?:\w+_)?(?:answer|option|choice|result|letter|label)|答案|选项", ".*")
-_ANCHORS = ["\\boxed", "<", "####", *TABLES["openers"].pop("anchors").split("|")]
-_OPENER = re.compile("|".join(f"(?a:{pattern})" for pattern in TABLES["openers"].values()), re.MULTILINE)
-_CONFIRMED, _IS = (re.compile(f"(?a:{TABLES['confirms'][name]})") for name in ("words", "verbs"))
 _JOINED = re.compile(
-    r"(?:[/&|;、]|\b(?:and|or)|或者?|和)(?: also)?(?: the)?[\s$(\\\[\]]*\Z|\}[\s$.,()}\\\[\]]*\Z", re.IGNORECASE
+    r"(?i)(?:[/&|;、]|\b(?:and|or|[a-j]\W? to)|或者?|和|到)(?: also)?(?: the)?[\s$(\\\[\]*]*\Z|\}[\s$.,()}\\\[\]]*\Z"
 )
+_JOINS = re.compile(r"(?i)[)*\s]*(?:[/&|;、]|or\b|and\b|to \W?[a-j]\b|或|和|到)\s*\S?")
+_MORE = re.compile(r"(?i)(?:or|alternatively)\b|或|也可能")
 _SENTENCE_END = re.compile(
     r"[.!?](?<!\b(?:vs|Mr|Ms|Dr|St).)(?<![ .][K-Z].)(?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
 )
-_LEADING = re.compile(r"(?:[\s:*_`\"'“]|-(?=\s))*(?:(?:\\[\[(]|\$\$?)\s*\n\s*)?")
-_BULLETS = re.compile(r"^(?:-[\s*_`\"']+)+")  # not the sign of -5
-_BARE = re.compile(r"[\s*>$-]*(?:\d{1,2}[.)]\s)?(?:[^\s:=]|:(?=\S))+(?: [+*/-])?(?: [^\s:=]+)?\s*")
+_COURTESY = re.compile(  # from its start to the end of its line
+    r"(?im)[\n.!?。]\s*(?:(?:i )?hope |let me know|feel free|please |if you |is there any|do you |would you |thank"
+    r"|happy to|glad to|希望|如(?:果|有).{0,12}(?:疑问|问题|需要|帮助)|请(?:随时|告诉我)).*$"
+)
+_COMMENT = re.compile(r"(?i)(?:its?|they|their|he|she|his|her|this|these|that|those|you)\b|[它其这该]")
+
 _ITEM = re.compile(r"[\s*>-]*(?:[Oo]ption\s)?\(?([A-Ja-j])(?:\*{0,2}[).:、]|\*\*|[\s*]*$)")
 _LETTER = (
     r"(?<![A-Za-z0-9_'’^\\=])(?:[A-J](?![A-Za-z0-9_'’^+]|\s?=)"
     r"(?![\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選项項是为正因和或对不错也で입]))|(?<=[(\[])[a-j](?=\s?[)\]]))"
 )
 _HEAD = re.compile(rf"[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:[).:]|\Z)))[\s*_`\"'”)\]}}$]*")
-_NAMED_LETTER = re.compile(
-    rf"(?:(?<![A-Za-z0-9])[(\[]\s?|\b(?:[Oo]ption|[Cc]hoice|[Ll]etter)\s[(\"'*]*|选项\s?)({_LETTER})"
-)
-_WORD_BEHIND = r"(?!\s+(?!(?:or|and|nor|is|are|was|because|since|as|which|with|but|then|here)\b)[A-Za-z]{2}|\s+[a-z]\b)"
-_OTHER_LETTER = re.compile(rf"{_LETTER}(?:(?<![AI])|{_WORD_BEHIND})")
-_LABEL_END = re.compile(r"^(?:[)\]\s*_`.:;,。]|[-–—]\s|\\[ ,;!]|~)+")
+_NAMED = re.compile(rf"(?:(?<![A-Za-z0-9])[(\[]\s?|\b(?:[Oo]ption|[Cc]hoice|[Ll]etter)\s[(\"'*]*|选项\s?)({_LETTER})")
+_NO_WORD = r"(?!\s+(?!(?:or|and|nor|is|are|was|because|since|as|which|with|but|then|here)\b)[A-Za-z]{2}|\s+[a-z]\b)"
+_OTHER = re.compile(rf"{_LETTER}(?:(?<![AI])|{_NO_WORD})")
+_LABEL_END = re.compile(r"(?:[)\]\s*_`.:;,。、]|[-–—]\s|\\[ ,;!]|~)+")
 _STOP_BEHIND = re.compile(r"\s*(?:[.:)、。,;(!-]|\Z|because\b|since\b|因为|选项|项)")
-_ALSO = re.compile(  # another option behind the sentence of the first
-    rf"[\s.。!;,]*(?i:or|and|maybe|perhaps|also|或者?|也|和)?[\s(*]*(?:[Oo]ption )?({_LETTER})[\s)*]*"
-    r"(?:[.!。,;]|\Z|也|(?:is|may|might|could|would)(?: also| be)* (?:possible|right|correct))"
+_ALSO = re.compile(  # another option in the next sentence
+    rf"[\s.。!;,]*(?i:or|maybe|also|或者?|也)?[\s(*]*(?:[Oo]ption )?({_LETTER})[\s)*]*(?:[.!。,;]|\Z|也|is possible)"
 )
-_WITHDRAWN = re.compile(
-    r"\W*(?:(?:is|was|that is|that['’]s|which is) )?(?:clearly )?(?:wrong|incorrect|false|not (?:right|correct|true)"
-    r"|(?:选项|项)?(?:的(?:说法|描述))?是?(?:错|不)|\+|的(?!说法|描述)|ではな|아니"
-    r"|no, (?:that|this) is (?:wrong|incorrect))",
-    re.I,
+_TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no spaces
+    r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!/]|\s+[-–—]\s|\s*$|\s+(?:or|and|in|on|at|with|for|from|of|as|[a-z]+ing)\b)|[\u4e00-\u9fff]"
 )
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
-_TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no spaces
-    rf"[)\]*_`\"'”]{{0,4}}(?:\s*[.:)、。,;(!/]|\s+[-–—]\s|\s*$|\s+(?:or|and)\b|(?:{TABLES['words']['places']}))|[\u4e00-\u9fff]",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class Answer:
     """The answer that a text states.
 
     Attributes:
-        rule: form of the statement: `tag`, `box`, `hashes`, `json`, `statement`, `confirmation`, `line` or `sentence`.
+        rule: form of the statement: `tag`, `box`, `hashes`, `statement`, `confirmation`, `line` or `sentence`.
         part: text that states the answer.
         value: 0-based index of the stated option, or the open answer.
         excluded: why the part states no single answer; empty if it states one.
@@ -166,14 +168,6 @@ class Answer:
     part: str
     value: int | str | None = None
     excluded: str = ""
-
-
-class _Statement(NamedTuple):
-    start: int  # of its opening words
-    content: int  # where its content starts
-    end: int
-    rule: str
-    text: str
 
 
 def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = False) -> Answer | None:
@@ -186,9 +180,8 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
     """
     text = to_half_width(text)
     if any(sign in text for sign in "<[◁"):  # most long texts have no tags and tokens
-        text = _THOUGHT_END.split(_THOUGHT.sub("\n", text))[-1]
-    if not text.isascii() or "<" in text or "[" in text:
-        text = _SPECIAL_TOKEN.sub("", text)
+        text = _TOKEN.sub("", _THOUGHT_END.split(_THOUGHT.sub("\n", text))[-1])
+    text = text if text.isascii() else _EMOJI.sub("", text)
     for rule, part in chain(_find_explicit(text), _find_plain(text, choices)):
         answer = _read_open(part.strip(), rule) if is_open else _read_option(part.strip(), rule, choices)
         if answer is not None:
@@ -198,247 +191,175 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
 
 def _find_explicit(text: str) -> Iterator[tuple[str, str]]:
     """Yield the rule and the content of explicit statements, the last one first; a joined pair is one content."""
-    statements = islice(_find_statements(text), _MAX_STATEMENTS)
-    one = next(statements, None)
-    while one is not None:
-        before = next(statements, None) if _JOINED.search(text[max(0, one.start - 40) : one.start]) else None
-        if before is not None and before.text != one.text and before.rule == one.rule in ("box", "statement"):
-            between = text[before.end if one.rule == "box" else before.content : one.start]
-            if _JOINED.search(between) and not _SENTENCE_END.search(between):
-                yield one.rule, f"{before.text} or {one.text}"
-        lines = one.text.strip().splitlines()
-        is_list = len(lines) > 1 and (_is_bare(lines) or (_ITEM.match(lines[0]) and _ITEM.match(lines[-1])))
-        if one.rule == "tag" and len(lines) > 1 and not is_list:
-            yield "tag", lines[-1]
-        yield one.rule, one.text
-        one = before or next(statements, None)
-
-
-def _find_statements(text: str) -> Iterator[_Statement]:
-    """Yield explicit statements, the last one first."""
-    if (answer := _read_json(text)) is not None:
-        yield _Statement(len(text), len(text), len(text), "json", answer)
     lowered = text.lower()
-    anchors = [re.escape(anchor) for anchor in _ANCHORS if anchor in lowered]
+    anchors = [re.escape(anchor) for anchor in _ANCHORS.split() if anchor in lowered]
     places = {place.start() for anchor in anchors for place in re.finditer(anchor, lowered)}
+    later, rule, last = 0, "", ""  # the statement behind
     for start in sorted(places, reverse=True)[:_MAX_PLACES]:
-        if mark := _MARK.match(lowered, start):
-            yield from _read_mark(text, mark)
-        opener = _OPENER.match(lowered, start)
-        confirmed = None if opener else _CONFIRMED.match(lowered, start)
-        if not (opener or confirmed):
+        match = _STATEMENT.match(lowered, start)
+        if match is None or not (part := _read_part(text, match)).strip():
             continue
-        clause = re.split(r"[.!?;](?=\s)|[。\n]", text[max(0, start - _MAX_REACH) : start])[-1]
-        if search("conditions", clause) or search("unless", re.split("[,;:]", clause)[-1]):
-            continue
-        if opener:
-            content = _read_line(text, opener.end())
-            is_asked = content.rstrip(MARKS).endswith("?") or search("conditions", _SENTENCE_END.split(content)[0])
-            if not (is_asked or match("points", content)):
-                yield _Statement(start, opener.end(), opener.end(), "statement", content)
-        elif confirmed and ((verb := _IS.search(clause.lower())) or not confirmed[0].isascii()):
-            content = clause[: verb.start()] if verb else clause.rstrip("是为最")
-            yield _Statement(start - len(clause), start, confirmed.end(), "confirmation", content)
+        between = text[match.end() : later]
+        is_joined = rule == match.lastgroup and rule in ("box", "statement") and last != part
+        if is_joined and _JOINED.search(between[-40:]) and not _SENTENCE_END.search(between):
+            part = f"{part} or {last}"
+        elif rule:
+            yield rule, last
+        later, rule, last = start, str(match.lastgroup), part
+    if rule:
+        yield rule, last
 
 
-def _read_mark(text: str, mark: re.Match[str]) -> Iterator[_Statement]:
-    """Yield the content of a box, a tag or hashes, unless it is empty or taken back."""
-    rest = text[mark.end() : mark.end() + 2000]
-    rule = "tag" if mark[0][0] == "<" else "box"
-    if mark[0] == "####":
-        rule, content = "hashes", rest.partition("\n")[0]
-        content = "" if len(content.split()) > _MAX_WORDS or content.strip().endswith(":") else content
-    elif rule == "tag":
-        rule, content = "box" if "box" in mark[0] else "tag", _MARK_END.split(rest, maxsplit=1)[0]
-    else:
+def _read_part(text: str, match: re.Match[str]) -> str:
+    """Return the content of an explicit statement; empty if it is none."""
+    start, rest = match.start(), text[match.end() : match.end() + 2000]
+    if match["hashes"]:
+        line = rest.partition("\n")[0]
+        return "" if len(line.split()) > _MAX_WORDS or line.strip().endswith(":") else line
+    if match["tag"] or "|>" in match[0]:
+        part = _MARK_END.split(rest, maxsplit=1)[0]
+        lines = part.strip().splitlines()
+        return part if match["box"] or len(lines) < 2 or _is_list(lines) else lines[-1]
+    if match["box"]:
         closed = (number for number, depth in enumerate(accumulate(map(_BRACES.get, rest, repeat(0)))) if depth < 0)
-        content = rest[: next(closed, 0)]
-    end = mark.end() + len(content)
-    if content.strip() and not (rule == "box" and _TAKEN_BACK.match(text, end)):
-        yield _Statement(mark.start(), mark.end(), end, rule, content)
+        part = rest[: next(closed, 0)]
+        return "" if re.match(r"\W{0,9}(?:is|was) (?:not|wrong)\b", rest[len(part) :]) else part
+    clause = re.split(r"[.!?;](?=\s)|[。\n]", text[max(0, start - _REACH) : start])[-1]
+    if has("supposes", clause) or has("others", re.split("[,;:]", clause)[-1][-25:]):
+        return ""
+    if match["statement"]:
+        part = _read_line(rest)
+        is_none = part.rstrip(MARKS).endswith("?") or has("supposes", _SENTENCE_END.split(part)[0])
+        return "" if is_none or re.match(r"not\b(?!.*\bbut\b)", part) else part
+    verb = _IS.search(clause.lower())
+    return clause[: verb.start()] if verb else "" if match[0].isascii() else clause.rstrip("是为最")
 
 
 _BRACES = {"{": 1, "}": -1}
 
 
-def _read_json(text: str) -> str | None:
-    """Return the answer in JSON at the end of a text: a box, else the value of its only key for answers."""
-    match = _JSON.search(text, max(0, len(text) - 2000)) if text.rstrip("` \r\n")[-1:] in ("}", "]") else None
-    with suppress(ValueError):
-        read = json.loads(match[1]) if match else None
-        read = read[0] if isinstance(read, list) and len(read) == 1 else read
-        if isinstance(read, dict):
-            found = [[value for key, value in read.items() if re.fullmatch(names, key, re.I)] for names in _JSON_KEYS]
-            answers = next(filter(None, found), [])
-            read = answers[0] if len(answers) == 1 else " or ".join(map(str, answers))
-        return str(read) if isinstance(read, str | int | float | list) else None
-    return None
-
-
-def _read_line(text: str, start: int) -> str:
+def _read_line(rest: str) -> str:
     """Return the rest of a line, or the next line if it is empty; with the line behind if both are a list."""
-    chunk = text[start : start + _MAX_REACH]
-    leading: Any = _LEADING.match(chunk)
-    line, _, further = chunk[leading.end() :].partition("\n")
+    line, _, further = re.sub(r"^(?:[\s:*_`\"'“]|-(?=\s)|\\[\[(]|\$\$?\s*\n)+", "", rest)[:_REACH].partition("\n")
     following = further.lstrip().partition("\n")[0]
-    return f"{line}; {following}" if _ITEM.fullmatch(following) or match("joins", following) else line
+    line = line if "{" in line else re.split(r"(?:\"|(?<=[\]\d]))\s*(?:,\s*\"|\})", line)[0]  # JSON
+    return f"{line}; {following}" if _ITEM.fullmatch(following) or _MORE.match(following) else line
+
+
+def _is_list(lines: Sequence[str]) -> bool:
+    """Whether lines are nothing but several parts of a few words, or items."""
+    is_short = all(len(re.sub(" [-+*/=] ", "", line).split()) < 3 for line in lines)
+    return len({*lines}) > 1 and (is_short or all(map(_ITEM.match, lines[-2:])))
 
 
 def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the last line, the first and the last sentence, without courtesies; lines of a list are none."""
-    lines = [line for line in text[-2 * _MAX_REACH :].splitlines() if re.search(r"\w", line)]
-    sentences: list[str] = []
-    while lines and not sentences:
-        ends = [0, *(end.end() for end in _SENTENCE_END.finditer(lines[-1])), len(lines[-1])]
-        sentences = [lines[-1][start:end] for start, end in pairwise(ends) if strip_wrapping(lines[-1][start:end])]
-        while sentences and match("courtesies", sentences[-1].lstrip(MARKS)):
-            sentences.pop()
-        if not sentences or (len(lines) > 1 and match("reasons", lines[-1].lstrip(MARKS))):
-            lines.pop()
-            sentences = []
-    if not lines:
-        return
-    line, items = "".join(sentences), [item[1].upper() for item in map(_ITEM.match, lines[-2:]) if item]
-    is_alone = _ITEM.fullmatch(line) and not any(map(_ITEM.fullmatch, lines[:-1]))  # a letter behind a list
+    """Yield the last line, the first if it begins with a letter, and the last sentence; a list of lines has none."""
+    lines = [line for line in _COURTESY.sub("", text[-_REACH:]).splitlines() if re.search(r"[^\W_]", line)]
+    while len(lines) > 1 and lines[-1].lower().startswith("because"):
+        lines.pop()
+    is_letter = lines and _ITEM.fullmatch(lines[-1]) and not any(map(_ITEM.fullmatch, lines[:-1]))  # behind a list
     is_listed = len({*map(strip_article, lines[-2:])} & {*map(strip_article, choices)}) > 1
-    if is_listed or (not is_alone and (len({*items}) > 1 or (_is_bare(lines) and len(text) < _MAX_REACH))):
+    if not lines or is_listed or (not is_letter and _is_list(lines if len(text) < _REACH else lines[-2:])):
         return
-    yield "line", line
-    first = text[:_MAX_REACH].strip().partition("\n")[0]
-    if len(lines) > 1 and not first.rstrip(MARKS).endswith(":"):
-        yield "first line", first
-    while len(sentences) > 1 and match("comments", sentences[-1].lstrip(MARKS)):
+    yield "line", lines[-1]
+    if len(lines) > 1 and _ITEM.match(first := text.lstrip().partition("\n")[0]):  # B. Then an explanation
+        yield "line", first
+    ends = [0, *(end.end() for end in _SENTENCE_END.finditer(lines[-1])), len(lines[-1])]
+    sentences = [part for start, end in pairwise(ends) if re.search(r"[^\W_]", part := lines[-1][start:end])]
+    while len(sentences) > 1 and _COMMENT.match(sentences[-1].lstrip(MARKS)):
         sentences.pop()
     yield "sentence", sentences[-1]
 
 
-def _is_bare(lines: Sequence[str]) -> bool:
-    """Whether lines are nothing but several parts of a few words."""
-    return len(lines) > 1 and all(_BARE.fullmatch(line) and not search("verbs", line) for line in lines)
-
-
 def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
     """Return the option that a part names: as a whole, by its letter, or by its text."""
-    text = _LATEX.sub(r"\1", cut_fillers(_BULLETS.sub("", part.strip(MARKS))))
-    head = None if rule == "sentence" else _HEAD.match(text)
-    is_open = not any(normalise(choice) in POLARITY for choice in choices)
-    if "line" in rule and not head and is_open and len(text) > max(map(len, choices), default=0) + _MAX_LINE:
-        return None
-    whole, named = strip_wrapping(part), None
-    if whole.upper() not in LETTERS[: len(choices)] and not whole.endswith("?"):
-        words = strip_article(whole)
-        exact = {index for index, choice in enumerate(choices) if strip_article(choice) == words}
-        named = exact if len(exact) == 1 else None
-    if named is None and head:
-        named = _read_letter(text, head, rule, choices)
-    if named is None:
-        named = _read_texts(_first_sentence(text) if rule == "statement" else text, rule, choices)
+    text, whole = _LATEX.sub(r"\1", cut_fillers(re.sub(r"^-\s+", "", part.strip(MARKS)))), strip_wrapping(part)
+    is_letter = whole.upper() in LETTERS[: len(choices)] or whole.endswith("?")
+    named = None if is_letter else _find_same(whole, choices, exactly=True)
+    if named is None or len(named) != 1:
+        named = _name_options(text, rule, choices)
     if named and len(named) == 1:
-        return Answer(rule.removeprefix("first "), part, min(named))
+        return Answer(rule, part, min(named))
     is_short = rule == "statement" and 0 < len(whole.split()) <= _MAX_WORDS
-    if named is None and not (is_short or rule in ("box", "hashes", "json", "tag")):
+    if named is None and not (is_short or rule in ("box", "hashes", "tag")):
         return None
     return Answer(rule, part, excluded="two answers" if named else "no option" if named is None else "a denial")
 
 
-def _read_letter(text: str, head: re.Match[str], rule: str, choices: Sequence[str]) -> set[int] | None:
-    """Return the options of a clause that begins with a letter; none if it takes them back, None if that is a word."""
-    index, tail = LETTERS.index(head[1].upper()), text[head.end() :]
-    own = choices[index] if index < len(choices) else ""
-    body = _LABEL_END.sub("", tail)
-    rest = _compile_choice(own).match(body) if own else None
-    if rest is None and head[1] in "AI" and head.end(1) < len(text) and not re.match(_WORD_BEHIND, text[head.end(1) :]):
-        return None
-    if choices and index >= len(choices):
-        return set()
-    if rest is None and own and body:
-        segment = re.split(r"[。;,\n]|[.](?!\d)|\s[-–—]\s|\s\(", body[:_MAX_REACH])[0]
-        same = _find_same(segment, choices) or _find_same(body[:_MAX_REACH], choices)
-        if same and index not in same:
-            return same | {index}
-        if not same and is_value(segment) and is_value(own):
-            return set()
-    tail = body[rest.end() :] if rest else tail
-    if tail and (_WITHDRAWN.match(tail) or match("bounds", tail.lstrip())):
-        return set()
-    end = _SENTENCE_END.search(tail)
-    first = cut_reason(f"x {tail[: end.start()] if end else tail}")[2:]
-    others = _OTHER_LETTER.findall(first)
-    further = tail[end.end() :] if end else ""
-    if also := _ALSO.match(further) or (_ITEM.match(further) if rule in ("tag", "box", "json") else None):
-        others.append(also[1])
-    named = {index, *(LETTERS.index(letter.upper()) for letter in others)}
-    if search("joins", first[:40]) or re.match(r"\s*(?:and|&|/|和)\s", first):
-        named |= {place for _, _, place in _find_texts(first, choices)} or {index, -1}
-    is_stopped = _STOP_BEHIND.match(text, head.end()) or text[head.end() - 1] in ")].:"
-    return None if rest is None and "line" in rule and not is_stopped and len(named) == 1 else named
-
-
-def _read_texts(text: str, rule: str, choices: Sequence[str]) -> set[int] | None:
-    """Return the options that a clause names by words or a letter in it; none if it denies, None if it names none."""
+def _name_options(text: str, rule: str, choices: Sequence[str]) -> set[int] | None:
+    """Return the options that a clause names, -1 for others; none if it denies, None if it names none."""
+    known = LETTERS[: len(choices) or len(LETTERS)]
+    label = None if rule == "sentence" else _HEAD.match(text)
+    if label and (label[1] not in "AI" or label.end(1) == len(text) or re.match(_NO_WORD, text[label.end(1) :])):
+        named = _read_label(text[label.end() :], known.find(label[1].upper()), rule, choices)
+        if rule != "line" or len(named) > 1 or _STOP_BEHIND.match(text, label.end()) or text[label.end() - 1] in ")].:":
+            return named
     polarities = [POLARITY.get(normalise(choice)) for choice in choices]
     if choices and all(polarities) and (said := find_polarity(text)):
-        is_one = len(said) == 1 and said <= {*polarities} and not search("refuses", text)
-        return {polarities.index(min(said))} if is_one else set()
-    if search("supposes", text):
-        return set()
-    head = behind("so", cut_reason(text))
+        return {index for index, polarity in enumerate(polarities) if polarity in said and not refuses(text)}
+    if rule == "line":
+        return None
+    head = cut_reason(_first_sentence(text) if rule == "statement" else text)
+    verb = len(head) - len(behind_verb(head))
+    ends = re.compile("") if rule != "sentence" else _TEXT_END if verb or not head.isascii() else _STOP_BEHIND
     texts = _find_texts(head, choices)
-    if "line" in rule:
-        same = _find_same(re.split(r"\s[-–—]\s|: |\. |\s\((?!or\b|alternatively|maybe|或|也)", head)[0], choices)
-        others = {index for piece in re.split("[,;、]", text[:_MAX_REACH])[1:] for index in _find_same(piece, choices)}
-        return same | others | {index for *_, index in texts} if same else None
-    stated = behind("verbs", head)
-    verb = len(head) - len(stated)
-    if len({index for start, end, index in texts if start >= verb and not _is_denied(head, start, end)}) > 1:
-        return {index for *_, index in texts}
-    places = [place for place in texts if rule != "sentence" or _TEXT_END.match(head, place[1])]
-    letters = [(*m.span(1), LETTERS.index(m[1].upper())) for m in _NAMED_LETTER.finditer(head)]
-    last = _HEAD.fullmatch(cut_fillers(stated).rstrip(STOPS + " "))
+    places = [place for place in texts if ends.match(head, place[1])]
+    places = texts if places and not verb else places  # red blue
+    letters = [(letter.start(1), letter.end(1), letter[1]) for letter in _NAMED.finditer(head)]
+    last = _HEAD.fullmatch(cut_fillers(head[verb:]).rstrip(STOPS + " "))
     if last and not letters and (rule != "sentence" or verb or "选" in head):
-        letters = [(head.rfind(last[1]), len(head), LETTERS.index(last[1].upper()))]
-    places = sorted(places + [place for place in letters if place[2] < (len(choices) or len(LETTERS))])
+        letters = [(head.rfind(last[1]), len(head), last[1])]
+    places += [(start, end, known.index(name.upper())) for start, end, name in letters if name.upper() in known]
     if not places:
-        return None if not may_be_value(text) or why_no_value(text) else _find_same(text, choices) or None
+        return None if why_no_value(text) else _find_same(text, choices) or None
     places = [place for place in places if place[0] >= verb] or places
-    named = {index for start, end, index in places if not _is_denied(head, start, end)}
-    rest = "x".join(head[end:start] for (_, end, _), (start, _, _) in pairwise([(0, 0, 0), *places, (len(head), 0, 0)]))
-    if not named or search("refuses", rest):
+    around = f"{head[: min(places)[0]]} {head[max(places)[1] :]}"
+    if has("supposes", text) or refuses(around):
         return set()
-    named |= {
-        index
-        for piece in [*re.split("[,;、x]", rest), text[len(cut_reason(text)) :].strip(" ,;")]
-        for index in _find_same(piece, choices)
-    }
-    is_joined = re.search(r"x[)*\s]*(?:[/&|;、]|or\b|and\b|或|和)\s*\S|(?:[/&|;、]|\b(?:and|or)|或|和) ?[(*]*x", rest)
-    return named | ({-1} if is_joined else set())
+    stated = [place for place in places if not _is_denied(head, *place[:2])]
+    is_joined = any(_JOINED.search(head[:start]) or _JOINS.match(head, end) for start, end, _ in stated)
+    pieces = re.split("[,;、\n]", head[verb:])
+    listed = {index for piece in pieces if len(pieces) > 1 for index in _find_same(piece, choices)}
+    return {index for *_, index in stated} | listed | ({-1} if is_joined else set())
+
+
+def _read_label(body: str, index: int, rule: str, choices: Sequence[str]) -> set[int]:
+    """Return the options of a clause that begins with a letter; none if it takes the letter back."""
+    if index < 0:
+        return set()
+    rest = body[label.end() :] if (label := _LABEL_END.match(body)) else body
+    if own := _compile_choice(choices[index]).match(rest) if choices else None:
+        body = rest[own.end() :]
+    elif choices and rest:
+        segment = re.split(r"[。;,\n]|[.](?!\d)|\s[-–—]\s|\s\(", rest[:_REACH])[0]
+        same = _find_same(segment, choices) or _find_same(rest[:_REACH], choices)
+        if same - {index} or (not same and is_value(segment) and is_value(choices[index])):
+            return {index, -1}
+    end = _SENTENCE_END.search(body)
+    first, further = (body[: end.start()], body[end.end() :]) if end else (body, "")
+    first = cut_reason(f"x {first}")[2:]
+    if _is_denied(first, 0, 0) or has("bounds", first[:9]) or first[:1] == "+" or further.lstrip()[:3] == "No,":
+        return set()
+    also = _ALSO.match(further) or (_ITEM.match(further) if rule in ("tag", "box") else None)
+    letters = [*_OTHER.findall(first), *(also.groups() if also else ())]
+    is_joined = has("joins", first[:40]) or _JOINS.match(first)
+    return {index, *(LETTERS.index(letter.upper()) for letter in letters)} | ({-1} if is_joined else set())
 
 
 def _is_denied(text: str, start: int, end: int) -> bool:
     """Whether the clause of an option denies it, or compares something with it."""
     before = re.split(r"[,;:。]", text[max(0, start - 40) : start])[-1]
-    is_denied = search("denies", before) or search("bounds", behind("verbs", before))
-    return bool(is_denied or _WITHDRAWN.match(text, end) or match("bounds", text[end:].lstrip(")* ")))
+    behind = re.split(r"[,;:。(]|\.\s|\s[-–—]\s", text[end : end + 40])[0]
+    return has("denies", f"{before} {behind}") or has("bounds", behind_verb(before))
 
 
-def _find_same(text: str, choices: Sequence[str]) -> set[int]:
-    """Return the options that are the same answer as `text`: the same text, else the same value."""
-    words = strip_article(text)
-    same = {index for index, choice in enumerate(choices) if strip_article(choice) == words}
-    values = (
-        []
-        if same or not may_be_value(text)
-        else [index for index, choice in enumerate(choices) if not _words_of(choice)]
-    )
-    return same or {index for index in values if is_same_open_answer(choices[index], text.strip(MARKS))}
-
-
-@lru_cache(4096)
-def _words_of(choice: str) -> str:
-    """Return the words that each statement of an option has; none for numbers, formulas, yes and no."""
-    words = strip_article(choice)
-    has_one_form = words.replace(" ", "").isalpha() and words not in POLARITY and not read_quantity(words)
-    return words if has_one_form else ""
+def _find_same(text: str, choices: Sequence[str], *, exactly: bool = False) -> set[int]:
+    """Return the options with the same text as `text`, else those with the same value."""
+    same = {index for index, choice in enumerate(choices) if strip_article(choice) == strip_article(text)}
+    if same or exactly or not may_be_value(text):
+        return same
+    values = [index for index, choice in enumerate(choices) if may_be_value(choice)]
+    return {index for index in values if is_same_open_answer(choices[index], text.strip(MARKS))}
 
 
 def _find_texts(text: str, choices: Sequence[str]) -> list[tuple[int, int, int]]:
@@ -461,27 +382,23 @@ def _compile_choice(choice: str) -> re.Pattern[str]:
 def _read_open(part: str, rule: str) -> Answer | None:
     """Return the open answer that a part states, or None. A line counts if it is short, or says Yes or No."""
     part = _first_sentence(part) if rule == "statement" else part
-    part = _BULLETS.sub("", strip_wrapping(part) if rule in ("box", "tag") else part)
-    if read_quantity(strip_wrapping(part)):
-        return Answer(rule.removeprefix("first "), part, value=part)
-    is_long = len(part.split()) > _MAX_WORDS or len(part) > _MAX_LINE
-    if rule == "confirmation" or not strip_wrapping(part):
+    part = re.sub(r"^-\s+", "", strip_wrapping(part) if rule in ("box", "tag") else part)
+    whole, is_long = strip_wrapping(part), len(part.split()) > _MAX_WORDS or len(part) > _MAX_LINE
+    if rule == "confirmation" or not whole or (rule == "line" and is_long and not find_polarity(part)):
         return None
-    if "line" in rule and not find_polarity(part) and (is_long or rule != "line"):
-        return None
-    return Answer(rule.removeprefix("first "), part, value=part, excluded=why_no_value(part))
+    return Answer(rule, part, value=part, excluded=why_no_value(part))
 
 
 def _first_sentence(text: str) -> str:
     """Return the first sentence of `text`, with those behind it that join another answer."""
     for end in _SENTENCE_END.finditer(text):
         behind = text[end.end() :].lstrip(MARKS)
-        if not (match("joins", behind) or read_quantity(strip_wrapping(_SENTENCE_END.split(behind)[0]))):
+        if not (_MORE.match(behind) or read_quantity(strip_wrapping(_SENTENCE_END.split(behind)[0]))):
             return text[: end.end()]
     return text
 
 
-_MAX_EXACT_NUMBER = 1e18  # floats far below it are exact integers
+_MAX_EXACT_NUMBER: Any = 1e18  # floats far below it are exact integers
 _MAX_GOLD_WORDS = 20  # of a reference answer that is not stated by a rule
 _GOLD_LETTER = re.compile(r"\(?\s?([A-Ja-j])\s?[).:]?|(?:\(([A-Ja-j])\)|([A-Ja-j])\s?\))\s*\S[^\n]*")
 
@@ -519,10 +436,7 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
             or the choices are not 2 to 10 different texts.
     """
     options = _parse_choices(choices)
-    if solution is None and not options and _is_number(label_idx):
-        if label_idx not in range(len(LETTERS)):
-            raise RewardError(f"label_idx is {excerpt(label_idx)}: without choices give an index 0 to 9")
-        return Solution(LETTERS[int(label_idx)], index=int(label_idx))
+    letters = tuple(LETTERS) if solution is None and not options and _is_number(label_idx) else ()
     solution = label_idx if solution is None else solution
     solution = solution.tolist() if hasattr(solution, "tolist") else solution
     if isinstance(solution, str) and solution.startswith('["'):  # a list, as tables of texts have it
@@ -537,8 +451,8 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
             accepted = list(solution)
         else:
             raise RewardError(f"solution is {excerpt(solution)}: give a list of texts, or one of numbers")
-    first, *others = dict.fromkeys(_resolve_one(each, options) for each in accepted)
-    return replace(first, others=tuple(others))
+    first, *others = dict.fromkeys(_resolve_one(text, options or letters) for text in accepted)
+    return replace(first, choices=options, others=tuple(others))
 
 
 def usable_solution(row: Mapping[str, Any]) -> Solution | None:
@@ -573,8 +487,7 @@ def _resolve_open(text: str) -> Solution:
         text = strip_wrapping(cut_reason(_first_sentence(part) if rule == "statement" else part))
     elif len(text.split()) > _MAX_GOLD_WORDS:
         raise RewardError(f"solution is {excerpt(text)}, which states no answer: give it alone, or in \\boxed{{}}")
-    letter = _GOLD_LETTER.fullmatch(strip_wrapping(to_half_width(text)))
-    if letter is None:
+    if not (letter := _GOLD_LETTER.fullmatch(strip_wrapping(to_half_width(text)))):
         return Solution(text)
     index = LETTERS.index((letter[1] or letter[2] or letter[3]).upper())
     return Solution(LETTERS[index], index=index)
@@ -582,8 +495,7 @@ def _resolve_open(text: str) -> Solution:
 
 def _is_number(value: Any) -> bool:
     """Whether a value is a number, not a bool, that floats represent exactly."""
-    is_real = isinstance(value, Real) and not isinstance(value, bool)
-    return is_real and bool(abs(value) < _MAX_EXACT_NUMBER)
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) < _MAX_EXACT_NUMBER)
 
 
 def _is_index(value: Any) -> bool:
@@ -609,12 +521,10 @@ def _parse_choices(choices: Any) -> tuple[str, ...]:
 @lru_cache(4096)
 def _find_choice(solution: str, options: tuple[str, ...]) -> int:
     """Return the option that a solution names, by letter, text or a statement; -1 if it names none."""
-    read = _read_option(to_half_width(solution), "tag", options)
+    readings = (_read_option(to_half_width(solution), "tag", options), stated_answer(solution, options))
+    read = next((read.value for read in readings if read and isinstance(read.value, int)), None)
     exact = [i for i, option in enumerate(options) if to_half_width(option).strip() == to_half_width(solution).strip()]
-    meant = sorted({*exact, *([read.value] if read and isinstance(read.value, int) else [])})
-    meant = meant or [i for i, option in enumerate(options) if normalise(option) == normalise(solution)]
-    if not meant and (stated := stated_answer(solution, options)) is not None:
-        meant = [stated.value] if isinstance(stated.value, int) else []
+    meant = sorted({*exact, *(() if read is None else (read,))})
     if len(meant) > 1:
         names = " or ".join(f"{LETTERS[index]} ({excerpt(options[index])})" for index in meant)
         raise RewardError(f"solution is {excerpt(solution)}, which could mean {names}: give the index of the option")
@@ -632,10 +542,7 @@ def is_right(text: str, solution: Solution) -> bool:
     for gold in (solution, *solution.others):
         answer = stated_answer(text, solution.choices, is_open=gold.index is None)
         value = None if answer is None else answer.value
-        if (
-            is_same_open_answer(gold.text, value)
-            if isinstance(value, str)
-            else value is not None and value == gold.index
-        ):
+        is_same = is_same_open_answer(gold.text, value) if isinstance(value, str) else value == gold.index
+        if value is not None and is_same:
             return True
     return False

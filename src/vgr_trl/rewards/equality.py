@@ -11,16 +11,15 @@ from vgr_trl.rewards.phrases import (
     bracket_depths,
     cut_fillers,
     find_phrases,
+    has,
     normalise,
     read_quantity,
     read_unit,
-    search,
     simplify_units,
     split_list,
     strip_article,
     strip_wrapping,
     to_half_width,
-    why_no_value,
 )
 
 _LATEX_SIGNS = {
@@ -29,6 +28,12 @@ _LATEX_SIGNS = {
     "!=": r"\neq ", ">=": r"\geq ", "<=": r"\leq ", "²": "^{2}", "³": "^{3}",
     "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\displaystyle": "",
 }  # fmt: skip
+_TO_LATEX = [
+    (re.compile(r"√\s?(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|\w))"), r"\\sqrt{\1\2\3}"),
+    (re.compile(r"(?<![A-Za-z\\])sqrt\s?\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"(?<![A-Za-z\\])([A-Za-z])(?=[a-z](?![A-Za-z]))"), r"\1 "),  # a product ab
+]
 _FORMULA = re.compile(
     r"(?:\\(?:frac|sqrt|pi|cdot|times|div|pm|infty|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|sin|cos|tan|cot|log|ln"
     r"|exp|circ|leq|geq|neq|le|ge|ne|lt|gt|cup|cap)(?![A-Za-z])|\\[{}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])"
@@ -41,21 +46,22 @@ _NOT_ONE_EXPRESSION = re.compile(
 _INFINITE_BOUND = re.compile(r"(?:^|(?<=[(\[,<>]))\s*[+-]?\s*\\infty\s*(?=[,)\]<>]|$)")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _EXPONENT = re.compile(r"\^\s*(?:\{([^{}^]*)\}|([A-Za-z0-9])|(-\d)|\\circ)")
-_NAME = re.compile(  # x, AB, \angle ABC, S_1, f(x), f(2), Area: no product such as 2x or ab
+_NAME = re.compile(  # x, AB, \angle ABC, S_1, f(x), Area: no product such as 2x or ab
     r"(?=\s*[^\d\s])\s*(?:m?\\(?:angle|triangle|overline|vec)\s?\{?|\\?(?:sin|cos|tan)\s?|[∠△]|[A-Za-z]{4,}\s)?"
-    r"(?:[A-Z]{1,4}|[a-zθαβγφ]|\\(?:theta|alpha|beta|gamma|phi)|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z\d]\))?\s*"
+    r"(?:[A-Z]{1,4}|[a-zθαβγφ]|\\(?:theta|alpha|beta)|[A-Za-z]{4,})?\}?\d?'?(?:_\{?\w{1,3}\}?)?(?:\([A-Za-z\d]\))?\s*"
     r"|(?=.*(?:[A-Za-z]{4}|[\u4e00-\u9fff]{2}))(?:[^\W\d]| )+"
 )
 _FORMULA_UNIT = re.compile(
-    r"(.*?[\d)}πa-z])\s*((?<![A-Za-z\\])(?:(?:square|cubic) )?[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|[\u4e00-\u9fff]+)"
+    r"(.*?(?:π|\\pi|[√\\].*?[\d)}]))\s*"
+    r"((?<![A-Za-z\\])(?:(?:square|cubic) )?[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|[\u4e00-\u9fff]+)"
 )
 _AND = re.compile(r",?\s+and\s+|\s*(?:→|->|;)\s*|(?<=[\u4e00-\u9fff])和", re.IGNORECASE)
-_OPERATION = re.compile(r"[-−+*/^=×÷·(√π≈\\]|sqrt|\bpi\b")
 _MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
 _DATE = re.compile(
     rf"(?:(\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ?)?({'|'.join(_MONTHS)})[a-z]*\.?(?: (\d{{1,2}})(?:st|nd|rd|th)?)?"
     r"(?:,? (\d{4}))?|(\d{4})(?:[-/.]|年)(\d{1,2})(?:[-/.]|月)(\d{1,2})日?"
 )
+_TIME = re.compile(r"0?(\d{1,2}:\d\d) ?([ap]?)\.?m?\.?")
 
 
 @lru_cache(4096)
@@ -81,8 +87,7 @@ def is_literal(gold: str) -> bool:
 def is_value(text: str) -> bool:
     """Return whether a text is a number or a formula."""
     text = strip_wrapping(to_half_width(text))
-    is_formula = _MATH_SIGN.search(text) and _is_formula(_to_latex(_split_unit(text)[0]))
-    return bool(is_formula) or read_quantity(text) is not None
+    return read_quantity(text) is not None or bool(_MATH_SIGN.search(text) and _is_formula(_to_latex(text)[0]))
 
 
 @lru_cache(4096)
@@ -96,37 +101,35 @@ def is_same_value(gold: str, answer: str) -> bool:
     gold, answer = strip_wrapping(to_half_width(gold)), strip_wrapping(to_half_width(answer))
     if not normalise(answer):
         return False
-    if (first := read_quantity(gold)) is not None and (second := read_quantity(answer)) is not None:
+    first, second = read_quantity(gold), read_quantity(answer)
+    if first and second:
         return first.equals(second)
     words = strip_article(gold), strip_article(answer)
     if len({POLARITY.get(text, text) for text in words}) == 1:
         return True
-    if first is not None and not _OPERATION.search(answer):  # a number, and a sentence with one
-        return False
     if not (first or _MATH_SIGN.search(gold) or re.search("[,、]", gold) or "=" in answer):  # words
         return False
     plain = [
-        re.sub(r"\s" if "\\" in text else r"(?<=\d) (?=[a-z°])|(?<=\d) ?(?=:)|(?<=:) ?(?=\d)", "", text)
-        for text in words
+        re.sub(r"\s" if "\\" in text else r"(?<=\d) ?(?=:)|(?<=:) ?(?=\d)|(?<=\d) (?=°)", "", text) for text in words
     ]
-    if len({_read_date(text) or text for text in plain}) == 1:
+    moments = [_read_date(text) or (time.groups() if (time := _TIME.fullmatch(text)) else text) for text in plain]
+    if moments[0] == moments[1]:
         return True
-    short = [re.sub(r" ?[ap]\.?m\.?$|^0(?=\d:)", "", text) for text in plain]  # 4:15 pm, 07:45
-    if ":" in gold and (plain[0] == short[1] or short[0] == plain[1]):
-        return True
+    if all(map(_TIME.fullmatch, plain)):  # a missing am or pm is any
+        return moments[0][0] == moments[1][0] and "" in (moments[0][1], moments[1][1])
     if gold.startswith("[") != answer.startswith("["):  # a list with its brackets, and one without or with others
         is_long = min(gold.count(","), answer.count(",")) > 1
         gold, answer = (text.strip("[](){}\\ " if is_long else "[]") for text in (gold, answer))
     golds = split_list(_AND.sub(",", gold) if "," in gold else gold) if first is None else [gold]
     answers = split_list(_AND.sub(",", answer) if len(golds) > 1 else answer)
-    if len(golds) > 1 and len(golds) == len(answers):
-        return all(is_same_value(*pair) for pair in zip(golds, answers, strict=True))
-    return len(golds) == len(answers) and _is_same_expression(gold, answer)
+    if len(golds) != len(answers):
+        return False
+    return all(map(is_same_value, golds, answers)) if len(golds) > 1 else _is_same_expression(gold, answer)
 
 
 def _is_same_expression(gold: str, answer: str) -> bool:
     answer = re.sub(r"≈|\\approx(?![a-z])", "=", answer)
-    if search("joins", answer):  # x = 3 or x = 5
+    if has("joins", answer):  # x = 3 or x = 5
         return False
     if "=" not in gold and "=" in answer and not re.search(r"[<>!]", answer):  # 24*24 = 576
         *others, last = answer.split("=")
@@ -134,8 +137,7 @@ def _is_same_expression(gold: str, answer: str) -> bool:
         return all(_is_side(side, last, is_named) for side in others) and is_same_value(gold, last)
     if max(len(gold), len(answer)) > 200 or not (_MATH_SIGN.search(gold) and _MATH_SIGN.search(answer)):
         return False
-    (gold, unit), (answer, other) = _split_unit(gold), _split_unit(answer)
-    gold, answer = _to_latex(gold), _to_latex(answer)
+    (gold, unit), (answer, other) = _to_latex(gold), _to_latex(answer)
     if "=" not in answer and gold.count("=") == 1 and _NAME.fullmatch(gold.partition("=")[0]):
         return is_same_value(gold.partition("=")[2], answer)
     return (
@@ -148,15 +150,6 @@ def _is_same_expression(gold: str, answer: str) -> bool:
     )
 
 
-def _split_unit(text: str) -> tuple[str, str | None]:
-    """Return a formula and the unit behind it, None if it has none."""
-    text = simplify_units(text)
-    if (match := _FORMULA_UNIT.fullmatch(text)) and re.search(r"[√π\\]", match[1]):
-        unit = read_unit(match[2], attached=len(match[2]) == 1)
-        return (match[1], unit) if unit else (text, None)
-    return text, None
-
-
 def _read_date(text: str) -> tuple[int, int, int] | None:
     """Return (year, month, day) of a date that names its month or begins with its year; a year that is missing is 0."""
     match = _DATE.fullmatch(text)
@@ -166,21 +159,24 @@ def _read_date(text: str) -> tuple[int, int, int] | None:
     return int(match[4] or match[5] or 0), int(match[6] or _MONTHS.index(match[2]) + 1), int(day)
 
 
-def _to_latex(text: str) -> str:
+def _to_latex(text: str) -> tuple[str, str | None]:
+    """Return a formula as LaTeX, and the unit behind it, None if it has none."""
+    text, unit = simplify_units(text), None
+    if match := _FORMULA_UNIT.fullmatch(text):
+        unit = read_unit(match[2], attached=len(match[2]) == 1)
+        text = match[1] if unit else text
     for sign, latex in _LATEX_SIGNS.items():
         text = text.replace(sign, latex)
-    text = re.sub(r"√\s?(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|\w))", r"\\sqrt{\1\2\3}", text)
-    if re.search(r"[=^\\]", text):  # a product of two variables
-        text = re.sub(r"(?<![A-Za-z\\])([A-Za-z])(?=[a-z](?![A-Za-z]))", r"\1 ", text)
-    text = re.sub(r"(?<![A-Za-z\\])sqrt\s?\(([^()]*)\)", r"\\sqrt{\1}", text)
-    return re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi ", text).strip()
+    for pattern, latex in _TO_LATEX[: 4 if re.search(r"[=^\\]", text) else 3]:
+        text = pattern.sub(latex, text)
+    return text.strip(), unit
 
 
 def _is_side(side: str, value: str, is_named: bool) -> bool:
     """Whether `side = value` states a value: `side` is a name, or is computed and no other number."""
-    if _NAME.fullmatch(simplify_units(side)):  # not: Suppose x = 5, two = 5
-        return not (why_no_value(side) or any(read_quantity(word) for word in side.split() if word.isalpha()))
     read, number = read_quantity(side), read_quantity(value)
+    if _NAME.fullmatch(simplify_units(side)):  # not: Suppose x = 5, two = 5
+        return not (has("supposes", side) or any(read_quantity(word) for word in side.split() if word.isalpha()))
     is_computed = is_named or not re.search(r"(?<![A-Za-z\\])[A-Za-z]", side)
     return is_computed and (read is None or number is None or read.equals(number))
 
@@ -226,12 +222,10 @@ def is_same_formula(gold: str, answer: str) -> bool:
 
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    gold, answer = (
-        text + "+0" * bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text)) for text in (gold, answer)
-    )  # no unit
+    texts = [text + "+0" * bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text)) for text in (gold, answer)]  # no unit
     options = {"extraction_config": [LatexExtractionConfig()], "fallback_mode": "no_fallback", "parsing_timeout": None}
     try:
         with limit_seconds(_VERIFY_SECONDS, TimeoutException):
-            return bool(verify(*(parse(f"${text}$", **options) for text in (gold, answer)), timeout_seconds=None))
+            return bool(verify(*(parse(f"${text}$", **options) for text in texts), timeout_seconds=None))
     except (Exception, TimeoutException):
         return False

@@ -1,61 +1,96 @@
-"""Words of `statements.toml`, numbers with units, and the phrases of a clause that may be its answer."""
+"""Words of clauses, numbers with units, and the phrases of a clause that may be its answer."""
 
 import re
-import tomllib
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-_HERE = Path(__file__)
-TABLES = {
-    table: {name: words.replace("\n", "") for name, words in lines.items()}
-    for table, lines in tomllib.loads(_HERE.with_name("statements.toml").read_text("utf-8")).items()
-}
-_WORDS = {  # of texts that are ASCII, and of others, where an English word may stand right behind an ideograph
-    name: [
-        re.compile(text, re.ASCII | re.MULTILINE)
-        for text in (words, f"{words}|{TABLES['ideographs'].get(name, words)}")
-    ]
-    for name, words in TABLES["words"].items()
-}
-POLARITY = {word: name for name in ("yes", "no") for word in TABLES["words"][name].split("|")}
 _HALF_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u3000": " ", "\xa0": " ", "İ": "I"}
 _HALF_WIDTH |= dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")  # invisible spaces and joiners
 _WIDE = re.compile(f"[{''.join(_HALF_WIDTH)}]")
 MARKS, STOPS = " \t\r\n*`_\"'“”‘’「」«»《》", ".。,;:"
-_END = re.compile(rf"(?:[{STOPS}\s]|(?<=[^\W\d_]{{2}})[!?])+\Z")  # "5!" keeps its sign
 _WRAPPED = re.compile(
     r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|fbox)\s?\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
     r"|\\\((.*)\\\)|\\\[(.*)\\\]|\$\$?([^$]*)\$\$?|【(.*)】",
     re.DOTALL,
 )
+_ARTICLE = re.compile(r"(?:an?|the)\b\s*(?=.)|一[个只条辆种张把位名](?=.)")
+
+# Words of a kind: English ones, and parts of Chinese words. `n't` is read as `not`.
+_KINDS = {
+    "yes": "yes true yeah yep correct 是 是的 对 正确 有",
+    "no": "no false nope incorrect 否 不是 不对 错 错误 不 没有 不正确",
+    "denies": """not no nobody nothing cannot never neither nor none without except anything unlikely wrong incorrect
+false eliminate eliminates excluded ruled nicht kein ❌ ✗ 不 除了 非 排除 错 没 别 勿 未 ません ではな 아니""",
+    "supposes": "if unless whether suppose assume assuming doubt wonder case 如果 假如 假设 若 是否 怀疑",
+    "others": """wrong incorrect false another other previous initially earlier common not never says claims thinks
+thought believes refuse user users people often 错误 可能 其他 另一 还是 干扰 不 别 没 未 非 排除""",
+    "refuses": """else deny refuse unknown sorry unclear unable impossible mistake sure certain please used user
+depends insufficient too moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多有 最少有 超过""",
+    "bounds": """than least most up over under above below between more less fewer nearly almost before after until
+twice half third quarter double triple times minus plus sum difference product square root similar same negative
+opposite close closer as different maximum minimum unlike behind many much next 大于 小于 多于 少于 不足 高于 低于
+介于 不到 比 一半 倍 之间 负 以上 以下 以内""",
+    "joins": "or vs either alternatively alias 或 还是 要么",
+    "verbs": """is are was were be count see find show shows says reads equals totals costs weighs has have had contains
+displays features includes becomes gives means lasts departs states confirms holds holding suggest suggests reaches
+是 为 有 等于 共 占 了 着 位于 显示 需要""",
+}  # fmt: skip
+WORDS = {
+    kind: ({*filter(str.isascii, words.split())}, [word for word in words.split() if not word.isascii()])
+    for kind, words in _KINDS.items()
+}
+POLARITY = {word: kind for kind in ("yes", "no") for word in _KINDS[kind].split()}
+_SO = re.compile(  # before the conclusion of a clause
+    r"(?i)(?:→|⇒|\\(?:rightarrow|implies))\s*(?=\S+ = )|[,;.]\s+(?:and |but )?(?:so|therefore|thus|hence|giving)\b,?"
+    r"|[,;。]\s*(?:因此|所以|故|则|(?:一共|总共|共)(?=有?\d))|不是[^,。;]{1,12},?而是|\bnot [^,.;]{1,40},? but\b"
+)
+_REASON = re.compile(  # behind it
+    r"(?i)(?<=[^\s,;:(。])(?:[\s,;:(。]+(?:(?:because|since|which|where|due to|based on|given (?:that|the)|and not"
+    r"|but not|rather than|instead of|unlike|(?<!well )as(?! well)(?= \S+ ))\b|因为|由于|而不是|而非|不是|其中)"
+    r"|\s*[,;:(。]\s*(?:(?:not|no|without|except|wrong|there['’s is]+ no)\b|不|没|非))"
+)
+_FILLER = re.compile(  # before an answer, and no part of it
+    r"(?i)(?:so|thus|therefore|hence|then|well|okay|sure|result|i (?:think|believe|guess)(?: that)?|in (?:short|total)"
+    r"|(?:it|this|that) (?:looks|seems|appears)(?: like| to be)?|(?:it|that|this|there|they|these|statement)(?:['’]s|"
+    r" (?:is|are|was|were))|assistant|option|choice|answer|letter|number|the(?= statement)|clearly|(?:most )?likely"
+    r"|probably|exactly|only|about|approximately|around|a total of)\b|(?:in \d{4}|(?:according to|based on|as \w+ in) "
+    r"[^,.;]{1,40}),(?= \S)|因此|所以|综上所?述?|故|选项|選項|大约|约|[一总]?共有?|应该是|应为|图片?中共?有|这是|是|有"
+)
 
 
 def to_half_width(text: str) -> str:
     """Return `text` with full-width letters, digits, punctuation and spaces as ASCII, without zero-width characters."""
-    return text if text.isascii() else _WIDE.sub(lambda sign: _HALF_WIDTH[sign[0]], text)
+    for sign in () if text.isascii() else {*_WIDE.findall(text)}:
+        text = text.replace(sign, _HALF_WIDTH[sign])
+    return text
 
 
-def search(kind: str, text: str) -> re.Match[str] | None:
-    """Find the first words of a kind in a text of any case."""
-    return _WORDS[kind][not text.isascii()].search(text.lower())
+def has(kind: str, text: str) -> bool:
+    """Whether a text has words of a kind."""
+    english, others = WORDS[kind]
+    words = re.findall("[a-z]+", text.lower().replace("n't", " not").replace("n’t", " not"))
+    if kind == "bounds" and re.search("[<>]", text):
+        return True
+    return not english.isdisjoint(words) or (not text.isascii() and any(word in text for word in others))
 
 
-def match(kind: str, text: str) -> re.Match[str] | None:
-    """Find words of a kind at the start of a text of any case."""
-    return _WORDS[kind][not text.isascii()].match(text.lower())
+def refuses(text: str) -> bool:
+    """Whether a text gives no answer, asks, or points elsewhere."""
+    return has("refuses", text) or text.rstrip(MARKS + ")$").endswith("?") or text.startswith("See ")
 
 
-def behind(kind: str, text: str) -> str:
-    """Return the text behind the last words of a kind, the whole text if it has none."""
-    ends = [words.end() for words in _WORDS[kind][not text.isascii()].finditer(text.lower())]
-    return text[ends[-1] :] if ends else text
+def behind_verb(text: str) -> str:
+    """Return the text behind the last verb, the whole text if it has none."""
+    english, others = WORDS["verbs"]
+    words = re.finditer(r"[a-z]+|['’]s (?=(?:an?|the|\d)\b)", text.lower())
+    ends = [word.end() for word in words if word[0] in english or word[0][0] in "'’"]
+    ends += [text.rfind(word) + len(word) for word in others if word in text]
+    return text[max(ends, default=0) :]
 
 
 def fold(text: str) -> str:
@@ -67,7 +102,8 @@ def fold(text: str) -> str:
 def normalise(text: str) -> str:
     """Return `text` folded (`fold`) and without final punctuation, unless it is nothing else."""
     folded = fold(text)
-    return _END.sub("", folded) or folded
+    stops = STOPS + (" !?" if folded.rstrip(STOPS + " !?")[-2:].isalpha() else " ")  # "5!" keeps its sign
+    return folded.rstrip(stops) or folded
 
 
 @lru_cache(4096)
@@ -86,30 +122,43 @@ def strip_wrapping(text: str) -> str:
 def strip_article(text: str) -> str:
     """Return `text` normalised, without a leading article or a trailing 的."""
     text = normalise(strip_wrapping(text)).removesuffix("的")
-    article = match("articles", text)
-    return (text[article.end() :].strip() or text) if article else text
+    article = _ARTICLE.match(text)
+    return text[article.end() :] if article else text
 
 
-_PREFIXES = "k kilo 千|c centi 厘|m milli 毫|d deci 分|M mega 兆|G giga 吉|T tera 太|μ micro 微|n nano 纳".split("|")
-_UNITS: dict[str, str] = {}
-for _line in _HERE.with_name("units.txt").read_text("utf-8").splitlines()[1:]:
-    for _words in (_unit.split(", ") for _unit in _line.removeprefix("+ ").split("; ")):
-        for _prefix in ([""] * 3, *(map(str.split, _PREFIXES) if _line[0] == "+" else ())):
-            for _word in _words:
-                _kind = 2 if not _word.isascii() and _word != "Ω" else int(len(_word) > 2)
-                _UNITS.setdefault(_prefix[_kind] + _word, _prefix[0] + _words[0])
-                if _word.isascii() and len(_word) > 1:  # the plural
-                    _UNITS.setdefault(f"{_prefix[_kind]}{_word}s", _prefix[0] + _words[0])
-_UNIT = re.compile(
-    r"(square\s+|sq\.?\s+|平方)?(cubic\s+|立方)?(.+?)(?:\s?\^\s?\{?([23])\}?|(?<=m)([23]))?", re.IGNORECASE
-)
+_UNITS = {
+    word: entry.split(", ")[0]
+    for entry in "; ".join(Path(__file__).with_name("units.txt").read_text("utf-8").splitlines()[1:]).split("; ")
+    for name in entry.split(", ")
+    for word in ((name, f"{name}s") if name.isascii() and len(name) > 1 else (name,))
+}
+_UNIT = re.compile(r"(square |sq\.? |平方)?(cubic |立方)?(.+?)(?:\s?\^\s?\{?([23])\}?|(?<=m)([23]))?", re.IGNORECASE)
 _SIMPLER: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"(?<=\d)(?:[\u202f\u2009]|\\,|\{,\})(?=\d{3}(?!\d))"), ""),  # thousands
     (re.compile(r"\*?\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]"), "°"),
-    (re.compile(r"\\[,;:! ]|\\(?:quad|qquad)(?![A-Za-z])|(?<=\S)~|~(?=[A-Za-z])"), " "),
+    (re.compile(r"\\[,;:! ]|\\q?quad(?![A-Za-z])|(?<=\S)~|~(?=[A-Za-z])"), " "),
     (re.compile(r"\\(?:text|textrm|mathrm|mathbf|textbf|operatorname|rm)\s?\{([^{}]*)\}"), r"\1"),
     (re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+"), lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}"),
 ]
+_ENGLISH = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen twenty""".split()
+_NUMBER_WORDS = {word: number for words in (_ENGLISH, "零一二三四五六七八九十") for number, word in enumerate(words)}
+_NUMBER_WORDS |= {"两": 2, "十二": 12, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "hundred": 100}
+_WORD_PATTERN = "|".join(sorted(_NUMBER_WORDS, key=len, reverse=True))
+_NUMBER_WORD = re.compile(rf"(?:{_WORD_PATTERN})(?![A-Za-z0-9一二三四五六七八九十百千万亿点分-])", re.IGNORECASE)
+_FRACTION = re.compile(r"([+-]?)(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{?(\d+)\}?\s?\{?(\d+)\}?)")
+_QUANTITY = re.compile(
+    r"(?:([+-])?([€£¥￥₹]|(?:US)?\\?\$|(?:USD|EUR|GBP|INR|CNY)(?= ?\d))\s?)?([+-])?"
+    r"([1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+    r"(?:[eE]([+-]?\d{1,2})|\s?(?:×|\\times|\\cdot|[*·x])\s?10\s?\^\s?(-?\d{1,2}|\{\s?[+-]?\d{1,2}\s?\}))?(\s*)(\S.*)?",
+    re.DOTALL,
+)
+_THINGS = re.compile(  # things that a number counts, no words that change it
+    rf"(?i)(?:(?!(?:{_WORD_PATTERN}|is|was|has|less|plus|minus|times|as|vs|its|us|[a-z]*(?:[dnhrf]ths?|illions?)|halves"
+    r"|quarters?|half|dozens?|hundreds?|thousands?|crores?|lakhs?|or|and|to|in|on|at|of|for|than|more|out|by|over|per|if"
+    r"|negative|the|an?|are|from|with|that|who|which|left|wrong|next|then|maybe|also)\b)(?=[a-z-]*[aeiouy])[a-z-]{3,}"
+    r"(?: |$)){1,2}|[个只条辆人名位张把件种次块棵头匹双本朵支根颗座层](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})"
+)
 
 
 def simplify_units(text: str) -> str:
@@ -126,85 +175,36 @@ def read_unit(text: str, *, attached: bool = False) -> str | None:
         text: a unit: `cm`, `square metres`, `km/h`, `m/s^2`.
         attached: whether the unit follows the number without a space; a single letter is then a variable, but not m.
     """
-    text = " ".join(unicodedata.normalize("NFKC", text).split())
+    names, text = [], " ".join(unicodedata.normalize("NFKC", text).split())
     if attached and re.fullmatch(r"[A-Za-ln-z](?:\^\{?\d\}?)?", text):
         return None
-    names = []
     for part in re.split(r"\s?/\s?|\s+per\s+", text, maxsplit=1):
-        square, cube, word, *power = unit.groups() if (unit := _UNIT.fullmatch(part)) else ("",) * 5
-        name = _UNITS.get(word) or (_UNITS.get(word.casefold()) if len(word) > 3 else None)
-        if part and not name:
+        square, cube, word, *powers = unit.groups() if (unit := _UNIT.fullmatch(part)) else ("",) * 5
+        if not (name := _UNITS.get(word) or _UNITS.get(word.casefold() if len(word) > 3 else "")):
             return None
-        exponent = "2" if square else "3" if cube else power[0] or power[1]
-        names.append(f"{name or ''}^{exponent}" if exponent else name or "")
+        power = "2" if square else "3" if cube else powers[0] or powers[1]
+        names.append(f"{name}^{power}" if power else name)
     return "/".join(names)
-
-
-_ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-_HANZI = ["", *"一二三四五六七八九"]
-_NUMBER_WORDS = {word: number for number, word in enumerate(_ONES)} | {"两": 2, "零": 0}
-for _number in range(1, 100):
-    _ten, _one = divmod(_number, 10)
-    _NUMBER_WORDS[_HANZI[_ten] * (_ten > 1) + "十" * bool(_ten) + _HANZI[_one]] = _number
-    if _ten > 1:
-        _NUMBER_WORDS[_TENS[_ten - 2] + (f"-{_ONES[_one]}" if _one else "")] = _number
-_WORD_PATTERN = "|".join(sorted(_NUMBER_WORDS, key=len, reverse=True))
-_NUMBER_WORD = re.compile(rf"(?:{_WORD_PATTERN})(?![A-Za-z0-9一二三四五六七八九十百千万亿点分-])", re.IGNORECASE)
-_QUANTITY = re.compile(
-    r"(?:([+-])?([€£¥￥₹]|(?:US)?\\?\$|(?:USD|EUR|GBP|INR|CNY)(?= ?\d))\s?)?([+-])?"
-    r"([1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
-    r"(?:[eE]([+-]?\d{1,2})|\s?(?:×|\\times|\\cdot|[*·x])\s?10\s?\^\s?(-?\d{1,2}|\{\s?[+-]?\d{1,2}\s?\}))?(\s*)(\S.*)?",
-    re.DOTALL,
-)
-_FRACTION = re.compile(r"([+-]?)(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{?(\d+)\}?\s?\{?(\d+)\}?)")
-_NO_NOUN = (  # words that change a number
-    rf"(?:{_WORD_PATTERN}|is|was|has|does|less|unless|plus|minus|times|as|vs|its|thus|this|us|[a-z]*(?:[dnhrf]ths?|illions?)"
-    r"|halves|quarters|dozens|hundreds|thousands|pairs|crores|lakhs|or|and|to|in|on|at|of|for|than|more|out|by|over|per|if)\b"
-)
-_COUNTED = re.compile(  # things, but no scale or second number
-    rf"(?:(?!{_NO_NOUN})[a-z-]{{2,}} ){{0,2}}(?!{_NO_NOUN})(?:[a-z]{{2,}}s|people|men|women|children|sheep|fish)"
-    r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗粒座栋层台架艘個](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})",
-    re.IGNORECASE,
-)
-_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "千": 3, "万": 4, "百万": 6, "亿": 8}
-_SCALE = re.compile(rf"({'|'.join(_SCALES)})(?![A-Za-z])\s?", re.IGNORECASE)
 
 
 def may_be_value(text: str) -> bool:
     """Whether a text holds a digit, a number word or a sign of formulas."""
-    words = text.lower().replace(".", " ").replace(",", " ").split()
-    return bool(re.search(r"[\d\\√π=½¼一二三四五六七八九十两零]", text)) or any(word in _NUMBER_WORDS for word in words)
+    words = re.findall("[a-z]+", text.lower())
+    return bool(re.search(r"[\d\\√π=½¼一二三四五六七八九十两零]", text)) or not _NUMBER_WORDS.keys().isdisjoint(words)
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """A number, its unit ("" for none) and its number of decimals (None for a fraction)."""
+class Quantity(NamedTuple):
+    """A number and its unit, "" for none."""
 
     value: Fraction
     unit: str = ""
-    decimals: int | None = 0
 
     def equals(self, other: "Quantity") -> bool:
-        """Return whether both are the same number; a unit that only one of them has is ignored.
-
-        A fraction also equals its value rounded or cut to six or more decimals, five of their digits at least.
-        """
-        if "" in (self.unit, other.unit) and "%" in (self.unit, other.unit):  # 50% is 0.5, and 50 of a hundred
+        """Return whether both are the same number; a unit that only one of them has is ignored."""
+        if {self.unit, other.unit} == {"", "%"}:  # 50% is 0.5, and 50 of a hundred
             share, plain = (self, other) if self.unit else (other, self)
-            hundredfold = Quantity(share.value * 100, decimals=(share.decimals or 0) - 2)
-            return replace(share, unit="").equals(plain) or hundredfold.equals(plain)
-        if self.unit and other.unit and self.unit != other.unit:
-            return False
-        if (self.decimals is None) == (other.decimals is None):
-            return self.value == other.value
-        places = (other.decimals if self.decimals is None else self.decimals) or 0
-        scaled = [number.value * Fraction(10) ** places for number in (self, other)]
-        digits, exact = scaled if other.decimals is None else scaled[::-1]
-        return digits == exact or (places >= 6 and abs(digits) >= 10**4 and digits in (int(exact), round(exact)))
+            return share.value in (plain.value, plain.value * 100)
+        return self.value == other.value and (self.unit == other.unit or "" in (self.unit, other.unit))
 
 
 @lru_cache(4096)
@@ -212,8 +212,8 @@ def read_quantity(text: str) -> Quantity | None:
     """Parse `text` as a number with an optional unit; None if it is anything else.
 
     Args:
-        text: decimal, number with thousands commas, scientific notation, fraction or percentage (5% is 0.05), number
-            word to 99, with a currency sign, a unit of `units.txt` or counted things.
+        text: decimal, number with thousands commas, scientific notation, fraction or percentage, number
+            word to twenty, with a currency sign, a unit of `units.txt` or counted things.
     """
     if len(text) > 100 or not text.isprintable():
         return None
@@ -229,45 +229,37 @@ def read_quantity(text: str) -> Quantity | None:
     if match := _FRACTION.fullmatch(text):
         above, below = int(match[3] or match[5]), int(match[4] or match[6])
         value = int(match[2] or 0) + Fraction(above, below or 1)
-        return Quantity(-value if match[1] == "-" else value, decimals=None) if below else None
+        return Quantity(-value if match[1] == "-" else value) if below else None
     match = _QUANTITY.fullmatch(text)
     if match is None or (match[1] and match[3]):
         return None
     before, currency, sign, number, power, exponent, gap, unit = (group or "" for group in match.groups())
-    shift = int((power or exponent or "0").strip("{} "))
-    if scale := _SCALE.match(unit):
-        unit, shift = unit[scale.end() :], shift + _SCALES[scale[1].casefold()]
     number = number.replace(",", "")
     if len(number.partition(".")[2]) >= 15:  # 1.2000000000000002, computed in floats
-        number = str(round(Decimal(number), 12))
-    decimals = len(number.partition(".")[2]) - shift
-    value = Fraction(f"{'-' if '-' in (before, sign) else ''}{number}e{shift}")
+        number = str(round(float(number), 12))
+    value = Fraction(f"{'-' if '-' in (before, sign) else ''}{number}e{(power or exponent or '0').strip('{} ')}")
     if unit.casefold() in ("%", r"\%", "percent", "per cent") and not currency:
-        return Quantity(value / 100, "%", decimals + 2)
-    names = {read_unit(unit, attached=not gap and not scale)} if unit else set()
-    if names == {None} and (gap or not unit.isascii()) and (counted := _COUNTED.fullmatch(unit)):  # 3 dogs
-        names = {counted["noun"] if counted["noun"] is not None else unit.casefold().removesuffix("s")}
+        return Quantity(value, "%")
+    names = {read_unit(unit, attached=not gap)} if unit else set()
+    if names == {None} and (gap or not unit.isascii()) and (things := _THINGS.fullmatch(unit)):  # 3 dogs
+        names = {things["noun"] if things["noun"] is not None else unit.casefold().removesuffix("s")}
     if currency:
         names.add(read_unit(currency.replace("\\", "")))
-    return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)), decimals)
+    return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)))
 
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
-_NUMBER_START = re.compile(r"(?:(?<=[a-z] )|(?<=[\u4e00-\u9fff]{2})|(?<=[\u4e00-\u9fff]{2} ))[-+$€£¥]{0,2}\d")
-_THINGS = re.compile(
-    r"([\w$€£.,]+ (?!(?:in|at|of|to|per) )[a-z-]+) (?=(?!than\b|and\b)[a-z])", re.IGNORECASE
-)  # 4 men who
-_DATE_COMMA = re.compile(r"\b([A-Z][a-z]{2,8} \d{1,2}|of [A-Z][a-z]{2,8}), (?=\d{4}\b)")
-_REMARK = re.compile(
-    r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)"
-    r"(?:[^()]*[a-z]{2}[^()]* [^()]*|(?<=[a-z] \()[\d.,]+ ?[a-z%]+)\)[\s.*]*$"
+_NUMBER = re.compile(rf"(?i)[-+$€£¥]{{0,2}}(?<![\w.(\[])\d(?:[\d.,:/]*\d)?|(?<![a-z-])(?:{_WORD_PATTERN})(?![a-z-])")
+_NUMBER_END = re.compile(r"\((?!\d)|(?:in|on|at|for|from|with|by|who|that|when|according|left)\b")
+_REMARK = re.compile(  # behind an answer, in brackets
+    r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)(?:[^()]*[a-z]{2}[^()]* [^()]*|[\d.,]+ ?[a-z%]+)\)[\s.*]*$"
 )
-_COMPUTED = re.compile(
-    r"\d[\d.,]*(?: (?:plus|minus|times|multiplied by|divided by|[-+*/×÷]) \d[\d.,]*)+", re.IGNORECASE
+_LEAD = re.compile(  # before the thing that a phrase names
+    r"(?i)(?!(?:build|ceil|k|r|str|w)ing\s)[a-z]+ing\s+|[a-z]{3,}ed (?=by|in|on|at)|(?:an?|the|his|her|its|born|made"
+    r"|by|in|on|at|to|as|with|for|from|called|named|number|value of|length of|year)\s+|着|了|正?在"
 )
-_REASON = re.compile(  # behind a space or a stop; a denial behind a stop
-    rf"(?<=[^\s,;:(。])(?:[\s,;:(。]+(?:{_WORDS['reasons'][1].pattern})|\s*[,;:(。][\s,;:(。]*(?:{_WORDS['denies'][1].pattern}))",
-    re.ASCII | re.MULTILINE,
+_PLACE = re.compile(  # behind it
+    r"(?i)\s(?:in|on|at|of|from|for|per|by|behind|near|under|that|who|shown|visible|(?!build|ceil)[a-z]{3,}ing)\s.*"
 )
 
 
@@ -275,7 +267,7 @@ def cut_fillers(text: str) -> str:
     """Return `text` without the words before its answer, such as `So there are about`."""
     for _ in range(5):
         text = text.lstrip(MARKS + ":,—≈~=#∴→⇒")
-        filler = match("fillers", text)
+        filler = _FILLER.match(text)
         if filler is None or not strip_wrapping(text[filler.end() :]):
             break
         text = text[filler.end() :]
@@ -283,18 +275,14 @@ def cut_fillers(text: str) -> str:
 
 
 def cut_reason(text: str) -> str:
-    """Return `text` without the reason behind its answer."""
-    reason = _REASON.search(text.lower()) if " " in text or not text.isascii() else None
-    return text[: reason.start()] if reason else text
-
-
-_SAYS = re.compile(rf"(?a:\b(?:{'|'.join(filter(str.isascii, POLARITY))})\b)|[是对正有否不错没]", re.IGNORECASE)
+    """Return the conclusion of a clause, without the reason before and behind it."""
+    reason = _REASON.search(text)
+    text = text[: reason.start()] if reason else text
+    return text[max((so.end() for so in _SO.finditer(text)), default=0) :]
 
 
 def find_polarity(clause: str) -> set[str]:
     """Return `yes` and `no` if parts of a clause are nothing but that."""
-    if not _SAYS.search(clause):
-        return set()
     pieces = [piece for piece in re.split(r"[,.;:。!]|\s[-–—]\s", clause) if len(piece) <= 40]
     words = {strip_article(text) for piece in pieces for text in (piece, cut_fillers(piece))}
     return {POLARITY[word] for word in words if word in POLARITY}
@@ -305,8 +293,8 @@ def why_no_value(clause: str) -> str:
     """Return why a clause states no single value, empty if it does."""
     if polarity := find_polarity(clause):
         return "two answers" if len(polarity) == 2 else ""
-    said = behind("so", cut_reason(clause))
-    is_none = search("denies", said) or search("refuses", said) or search("supposes", clause)
+    said = cut_reason(clause)
+    is_none = has("denies", said) or refuses(said) or has("supposes", clause)
     return "a denial, refusal or condition" if is_none else ""
 
 
@@ -321,53 +309,42 @@ def find_phrases(clause: str) -> tuple[str, ...]:
     clause = re.sub(r"(\d) ?\$(\\[^$]*|[a-z])\$", r"\1 \2", clause)  # 16 $\pi$
     shorter: list[str] = []
     if not why_no_value(clause):
-        cut = _REMARK.sub(r"\1", behind("so", cut_reason(_DATE_COMMA.sub(r"\1 ", clause))))
+        cut = _REMARK.sub(r"\1", cut_reason(clause))
         shorter = [*find_polarity(clause)] or [cut, *_shorten(cut)]
     return tuple(dict.fromkeys(filter(strip_article, (clause, *map(strip_wrapping, shorter)))))
 
 
 def _shorten(clause: str) -> Iterator[str]:
-    """Yield the phrase behind the last verb, else the end of the clause; then shorter phrases within it.
-
-    The only emphasised words end the search. Bounds and comparisons (`more than 20`) stay whole.
-    """
-    phrase = opened = cut_fillers(clause)
-    is_said = search("verbs", clause[: len(clause) - len(opened)])
-    if not is_said and (said := behind("verbs", opened)) != opened:
-        subject, phrase = opened.removesuffix(said), cut_fillers(said)
-        if read_quantity(opened.split(" ")[0]) and not _COMPUTED.match(subject):  # 50% of them are red
-            phrase = "" if re.search(r"\d", phrase) else subject
+    """Yield the phrase behind the last verb, then shorter phrases within it; bounds and comparisons stay whole."""
+    opened = cut_fillers(clause)
+    said = behind_verb(opened)
+    phrase = cut_fillers(said)
+    if said != opened and read_quantity(opened.split(" ")[0]) and not re.search(r"\d", said):  # 50% of them are red
+        phrase = opened.removesuffix(said)
     phrase = re.split(r"(?<![\d\s]): ", phrase)[-1]
-    if search("joins", phrase):
+    if has("joins", phrase) or "\n" in phrase:
         return
-    phrase = _first_part(phrase)
+    pieces = split_list(phrase.rstrip(MARKS + STOPS))
+    phrase = phrase if all(len(piece.split()) <= 4 for piece in pieces) else pieces[0]
     marked = {next(filter(None, match.groups())) for match in _BOLD.finditer(clause)}
     if len(marked) == 1 and "=" not in clause[clause.rfind(min(marked)) + len(min(marked)) :]:
         yield from ([phrase] if min(marked) in phrase else []) + [*marked]
         return
-    is_bound = search("bounds", phrase)
-    starts = [] if phrase != opened or is_bound else list(_NUMBER_START.finditer(phrase))
-    if starts and len(re.findall(r"\d[\d.,:/]*|[=<>\\^]", phrase)) == 1:
-        before = phrase[: starts[-1].start()]
-        is_joined = any(map(read_quantity, before.split())) or re.search(r"(?:\b(?:and|or|also|to)|和|或)\s*$", before)
-        phrase = phrase if is_joined else phrase[starts[-1].start() :]
     yield phrase
-    if (counted := _THINGS.match(phrase)) and read_quantity(counted[1]):
-        yield counted[1]
+    numbers = list(_NUMBER.finditer(phrase))
+    if has("bounds", phrase) or re.search(r"[=<>≤≥\\^√π+*]", phrase):
         return
-    while not is_bound and (lead := match("leads", phrase)) and strip_wrapping(phrase[lead.end() :]):
+    if len(numbers) == 1 and not re.search(r"\b(?:and|also|to)\b|和|[,;|/]|(?:\S+ ){4}", phrase[: numbers[0].start()]):
+        words = phrase[numbers[0].start() :].split()
+        counted = [" ".join(words[:count]) for count in (3, 2) if read_quantity(" ".join(words[:count]))]
+        if counted or len(words) == 1 or _NUMBER_END.match(words[1]):
+            yield (counted or words)[0]
+    if len(numbers) == 1:
+        return
+    while (lead := _LEAD.match(phrase)) and strip_wrapping(phrase[lead.end() :]):
         phrase = phrase[lead.end() :]
         yield phrase
-    while place := search("places", phrase):
-        phrase = phrase[: place.start()]
-        yield phrase
-
-
-def _first_part(phrase: str) -> str:
-    """Return a phrase up to its first comma, unless its parts are a list."""
-    pieces = split_list(phrase.rstrip(MARKS + STOPS))
-    is_list = all(len(piece.split()) <= 4 and not search("verbs", piece) for piece in pieces)
-    return phrase if is_list else pieces[0]
+    yield phrase if numbers else _PLACE.sub("", phrase)
 
 
 def split_list(text: str) -> list[str]:
