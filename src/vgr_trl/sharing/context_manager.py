@@ -39,8 +39,7 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
     active dropout or router noise, the completions of a prompt share the random numbers of their prompt, and a warning
     says so.
 
-    If `completion_length` is None, the main process prints after the first step how many prompts were computed. Calls
-    from several threads take turns.
+    Without `completion_length` the main process prints the prompts computed in the first step. Threads take turns.
 
     Example:
         >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
@@ -52,18 +51,16 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
 
     Args:
         model: transformers model, also wrapped by DDP, DeepSpeed or PEFT, or patched by TRL.
-        completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. The
-            outputs then score completions only: hidden states of padding and of the last column are 0.
-            None: the longest common beginnings of the rows are shared, and all outputs are computed; those of padding
-            may differ from a plain pass.
+        completion_length: T, the number of columns behind the prompts in every batch of the block, at least 1. Hidden
+            states of padding and of the last column are then 0. None: the longest common beginnings of the rows are
+            shared, and outputs of padding may differ from a plain pass.
         modes: arguments of `SharedForward` for a run with several processes.
 
     Yields:
-        Counts of rows and prompts, and the reasons why calls ran plainly, updated until the end of the block.
+        Counts of rows and prompts, and reasons why calls ran plainly, up to the end of the block.
 
     Raises:
-        ConfigError: `model` is no transformers model, `completion_length` is below 1, or another thread shares prompts
-            of this model.
+        ConfigError: `model` is no transformers model, another thread shares its prompts, or `completion_length` < 1.
     """
     if completion_length is not None and completion_length < 1:
         raise ConfigError(f"completion_length is {completion_length}: give an integer of at least 1, or None.")
