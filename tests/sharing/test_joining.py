@@ -1,3 +1,4 @@
+import copy
 import random
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_a_loss_that_is_replaced_after_micro_batches_were_joined_is_refused(visi
 def test_the_options_of_the_user_stay_for_another_trainer(vision, image_rows, tmp_path):
     args, (model, processor) = DAPOConfig(**options(tmp_path, **SMALL)), vision
     for _ in range(2):
-        trainer = DAPOTrainer(model, uneven_reward, args, image_rows, processing_class=processor)
+        trainer = DAPOTrainer(copy.deepcopy(model), uneven_reward, args, image_rows, processing_class=processor)
         assert (trainer.rows_per_pass.joined, trainer.args.gradient_accumulation_steps) == (8, 1)
         assert {name: getattr(args, name) for name in SMALL} == SMALL
 
