@@ -4,7 +4,7 @@ import pytest
 import torch
 import yaml
 
-from vgr_trl.pixels import UnknownParts, parts_by_counts, parts_by_tokens
+from vgr_trl.pixels import RowImages, UnknownParts, parts_by_tokens
 
 IMAGE, PAD = 2, 9
 TABLE = yaml.safe_load(Path(__file__).with_name("batch_rows.yaml").read_text(encoding="utf-8"))
@@ -31,7 +31,7 @@ def test_counts_and_tokens_give_the_same_parts(case):
     shapes, rows, num_images, num_tiles, entries = CASES[case]
     inputs = {name: made(given) for name, given in shapes.items()}
     expected = entries if isinstance(entries, dict) else dict.fromkeys(inputs, entries)
-    assert sizes(parts_by_counts(inputs, num_images, num_tiles)) == expected
+    assert sizes(RowImages(inputs, num_images, num_tiles).slices) == expected
     assert sizes(parts_by_tokens(inputs, placeholders(rows))) == expected
 
 

@@ -18,8 +18,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from vgr_trl.config import SWITCHES
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
-from vgr_trl.rows import scoring_inputs
 from vgr_trl.trainer import DAPOTrainer
+from vgr_trl.trl_bridge import from_trl, to_scoring
 
 LONGER = {"max_steps": 2, "learning_rate": 0.1}
 
@@ -79,7 +79,7 @@ def test_rows_keep_their_pixels_where_a_rollout_has_as_many_images_as_rows(text_
         rows = [inputs["input_ids"][:, -length:].tolist().index(ids) for ids in part["completion_ids"].tolist()]
         for trains in (True, False):
             with torch.set_grad_enabled(trains):
-                found = trainer._get_per_token_logps_and_entropies(trainer.model, **scoring_inputs(part))[0]
+                found = trainer._get_per_token_logps_and_entropies(trainer.model, **to_scoring(from_trl(part)))[0]
             assert (found - expected[rows])[part["completion_mask"].bool()].abs().max() < 1e-5
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers.utils import logging
 from trl.models.utils import unwrap_model_for_generation
 
+from vgr_trl.batch import Batch, pad_rows
 from vgr_trl.errors import ConfigError, VGRError
 from vgr_trl.patching import evaluating, patched_attribute, patched_method
 from vgr_trl.pixels import TOKEN_TYPES, UnknownParts, image_tensors, parts_by_tokens
 from vgr_trl.rollout import Rollout
-from vgr_trl.rows import pad_rows, valid_tokens
 from vgr_trl.run import Run
 from vgr_trl.sharing.model_support import (
     UnsupportedModel,
@@ -272,7 +272,7 @@ class ContinuousBatching:
             with looking_up(causal, requests, accelerator.autocast):
                 return generate_batch(causal, requests, config, pages)
 
-    def compare(self, batch: Mapping[str, Any], logps: Tensor, scored: Tensor) -> dict[str, float]:
+    def compare(self, batch: Batch, logps: Tensor, scored: Tensor) -> dict[str, float]:
         """Compare returned log-probabilities with the trainer's of the same policy; return TRL's metrics of vLLM.
 
         Args:
@@ -280,7 +280,7 @@ class ContinuousBatching:
             logps: (N, T), the trainer's.
             scored: (N, T) bool, tokens that it scored.
         """
-        distance = (logps.detach() - batch["sampling_per_token_logps"]).abs()[scored & valid_tokens(batch).bool()]
+        distance = (logps.detach() - batch.columns["engine_logps"]).abs()[scored & batch.valid]
         own = [distance.sum(), distance.new_tensor(len(distance)), nn.functional.pad(distance, (0, 1)).max()]
         sums = self.run.accelerator.gather(torch.stack(own).unsqueeze(0)).double()
         mean, largest = (sums[:, 0].sum() / sums[:, 1].sum().clamp(min=1)).item(), sums[:, 2].max().item()

@@ -32,6 +32,7 @@ from vgr_trl.errors import ConfigError, EvaluationStopped, VGRError, error_text
 from vgr_trl.patches.transformers import load_weights, rotate_at_end, whole_model
 from vgr_trl.processes import naming_silent_process
 from vgr_trl.sharing.model_support import has_sharded_parameters
+from vgr_trl.trl_bridge import split_anew
 
 logger = logging.get_logger(__name__)
 
@@ -557,8 +558,6 @@ class ResumableTrainer(GRPOTrainer):
             raise ConfigError(f"{folder} {was}, {now}: give {options}, or {whole}.")
         inputs = share["inputs"]
         if place[1] != every:
-            from vgr_trl.patches.trl import split_anew
-
             inputs = split_anew(inputs, self.args.steps_per_generation or 1)
         self._buffered_inputs = send_to_device(inputs, self.accelerator.device)
 

@@ -1,6 +1,5 @@
 """Train a critic beside the policy: values of tokens, and advantages by generalised advantage estimation."""
 
-from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ from transformers.utils import logging
 from trl.trainer.utils import FusedCausalLMOutput
 
 from vgr_trl.advantages import gae, token_rewards, value_loss, whiten
+from vgr_trl.batch import Batch
 from vgr_trl.config import LEARNING_RATES
 from vgr_trl.errors import ConfigError
 from vgr_trl.loss.terms import average_as_loss
 from vgr_trl.metrics.step_metrics import Totals
 from vgr_trl.passes.run_pass import run_pass, score
 from vgr_trl.rollout import Rollout
-from vgr_trl.rows import scoring_inputs, valid_tokens
 from vgr_trl.run import Run
 from vgr_trl.sampling.zero_variance import sum_task_rewards
 from vgr_trl.sharing.model_support import base_of, causal_model
@@ -113,33 +112,34 @@ class Critic:
             reward_weights: (F,), weights of the reward functions.
         """
         run, args, batch = self.run, self.run.args, rollout.batch
-        mask = valid_tokens(batch).bool()
+        mask = batch.valid
         values: Any = None if rollout.scores is None else rollout.scores.values
         if values is None:
             self.module.eval()
-            values = score(run, scoring_inputs(batch), Want(), self.module, purpose=Purpose.CRITIC).values
+            values = score(run, batch, Want(), self.module, purpose=Purpose.CRITIC).values
         sums = sum_task_rewards(rollout.rewards, reward_weights, args.penalises_kl)  # (N of all,)
         first = run.accelerator.process_index * len(mask)
         rewards = token_rewards(sums[first : first + len(mask)], mask, rollout.kl_penalty)
         advantages, returns = gae(rewards.nan_to_num(), values, mask, args.gamma, args.lam)
         unscored = rewards.isnan().any(dim=1, keepdim=True) & mask
-        rollout.batch = {
-            **batch,
-            "values": values.masked_fill(~mask, 0),
-            "returns": returns.masked_fill(unscored, torch.nan),
-            "token_advantages": advantages.masked_fill(unscored, torch.nan),
-        }
+        rollout.batch = batch.with_columns(
+            values=values.masked_fill(~mask, 0),
+            returns=returns.masked_fill(unscored, torch.nan),
+            token_advantages=advantages.masked_fill(unscored, torch.nan),
+        )
 
     def estimate(self, rollout: Rollout) -> dict[str, float]:
         """Set advantages (N, T) of a rollout, whitened over the trained tokens of all processes; return metrics."""
-        batch = dict(rollout.batch)
-        advantages = batch.pop("token_advantages")
+        batch = rollout.batch
+        advantages, values, returns = (batch.columns[name] for name in ("token_advantages", "values", "returns"))
         trained = rollout.with_gradient.to(advantages.device).unsqueeze(1)  # (N, 1)
-        mask = valid_tokens(batch).bool() & trained & ~advantages.isnan()
-        metrics = self._explained(batch["values"], batch["returns"], mask)
-        batch["advantages"] = whiten(advantages, mask, self.run.accelerator.gather)
-        batch["returns"] = batch["returns"].masked_fill(~mask, torch.nan)
-        rollout.batch = batch
+        mask = batch.valid & trained & ~advantages.isnan()
+        metrics = self._explained(values, returns, mask)
+        rollout.batch = batch.with_columns(
+            advantages=whiten(advantages, mask, self.run.accelerator.gather),
+            returns=returns.masked_fill(~mask, torch.nan),
+            token_advantages=None,
+        )
         return metrics
 
     def _explained(self, values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
@@ -156,28 +156,28 @@ class Critic:
             "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else float("nan"),
         }
 
-    def learn(self, inputs: Mapping[str, Any], scored: Tensor | None, weight: float, steps: int) -> dict[str, float]:
+    def learn(self, batch: Batch, scored: Tensor | None, weight: float, steps: int) -> dict[str, float]:
         """Back-propagate the value loss of a micro-batch, step at the end of an optimizer step, and return metrics.
 
         Args:
-            inputs: the micro-batch of TRL.
+            batch: the micro-batch.
             scored: (N, T), values of the training pass; None: the critic is a model of its own.
             weight: weight of the part's mean loss in the mean of its micro-batch.
             steps: micro-batches of the current optimizer step.
         """
         run, args = self.run, self.run.args
         values: Any = scored
-        mask = valid_tokens(inputs).bool() & ~inputs["returns"].isnan()
+        old, returns = batch.columns["values"], batch.columns["returns"]
+        mask = batch.valid & ~returns.isnan()
         if values is None:
             self.module.train()
-            batch = scoring_inputs(inputs)
             scores = run_pass(run, self.module, batch, Want(), purpose=Purpose.CRITIC, gradients=True)
             values = scores.values
-        per_token = value_loss(values, inputs["values"], inputs["returns"], mask, args.cliprange_value)  # (N, T)
-        items, processes = inputs.get("num_items_in_batch"), run.accelerator.num_processes
-        (average_as_loss(per_token, mask, items, args, steps, processes) * weight).backward()
+        per_token = value_loss(values, old, returns, mask, args.cliprange_value)  # (N, T)
+        processes = run.accelerator.num_processes
+        (average_as_loss(per_token, mask, batch.num_items, args, steps, processes) * weight).backward()
         self.totals.add_mean("critic/value_loss", per_token.detach(), mask)
-        moved = (values.detach() - inputs["values"]).abs() > args.cliprange_value
+        moved = (values.detach() - old).abs() > args.cliprange_value
         self.totals.add_mean("critic/clipped", moved.float(), mask)
         if not run.accelerator.sync_gradients:
             return {}

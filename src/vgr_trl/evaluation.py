@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig
 from trl.data_utils import prepare_multimodal_messages
 
+from vgr_trl.batch import pad_rows
 from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
 from vgr_trl.errors import ConfigError, DataError
@@ -25,7 +26,6 @@ from vgr_trl.rewards.answers import decode_with_tags, states_answer, usable_solu
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
 from vgr_trl.rewards.loading import check_callable, fit_arguments, reward_name
 from vgr_trl.rewards.phrases import normalise
-from vgr_trl.rows import pad_rows
 
 __all__ = ["AnswerScores", "Evaluation", "blank_image", "evaluate", "print_scores"]
 

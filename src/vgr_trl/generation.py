@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from vgr_trl.batch import Prompts, Turns
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import read_image
 from vgr_trl.data.prompts import format_question, special_tokens, texts_of
@@ -23,7 +24,6 @@ from vgr_trl.registries import BLIND_ANSWERS
 from vgr_trl.rewards.answers import decode_with_tags
 from vgr_trl.rollout import Rollout, describe_row
 from vgr_trl.rollout_checks import generate_with_logps, refuse_dropped_images
-from vgr_trl.rows import Prompts, Turns
 from vgr_trl.run import Run
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.named import RolloutSignals

@@ -3,18 +3,18 @@
 Where only metrics read the attention, a sample of the rows is measured.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch.nn import functional
 
+from vgr_trl.batch import Batch, Prompts, build_batch
 from vgr_trl.passes.run_pass import score
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.patching import keep_random_state
 from vgr_trl.rollout import Rollout
-from vgr_trl.rows import Prompts, build_scoring_inputs, take_rows
 from vgr_trl.run import Run
 from vgr_trl.signals.named import (
     PER_IMAGE,
@@ -30,15 +30,15 @@ from vgr_trl.signals.named import (
 )
 from vgr_trl.signals.perturbation import derive_seed
 from vgr_trl.signals.ratios import AttentionMass, late_layers, measure_segments
-from vgr_trl.signals.scoring import AttentionPlan, Scores, Want, given_tokens
+from vgr_trl.signals.scoring import AttentionPlan, Scores, Want
 from vgr_trl.views.regions import region_mask
 
 ColumnsAndMetrics = tuple[dict[str, list[Any]], dict[str, float]]
 MOST_KEPT = 2**29  # bytes of attention kept per token on the device; 10 rows of 1,024 tokens of a 7 B model
 
 
-def completion_inputs(run: Run, rollout: Rollout, completion_ids: list[list[int]]) -> dict[str, Any]:
-    """Build the inputs of a rollout's scoring pass before TRL builds the batch.
+def completion_batch(run: Run, rollout: Rollout, completion_ids: list[list[int]]) -> Batch:
+    """Build the batch of a rollout's scoring pass before TRL builds its own.
 
     Args:
         run: tokenizer, vision tokens and padding.
@@ -48,7 +48,7 @@ def completion_inputs(run: Run, rollout: Rollout, completion_ids: list[list[int]
     prompts, turns = cast("Prompts", rollout.prompts), rollout.turns
     if turns is not None and turns.fields:
         prompts = replace(prompts, images=turns.images, fields=turns.fields)
-    inputs = build_scoring_inputs(
+    batch = build_batch(
         prompts,
         completion_ids,
         pad_token_id=run.tokenizer.pad_token_id,
@@ -57,35 +57,32 @@ def completion_inputs(run: Run, rollout: Rollout, completion_ids: list[list[int]
         own=None if turns is None else turns.own,
         pad_to_multiple_of=run.pad_to_multiple_of,
     )
-    if turns is not None and turns.fields:
-        inputs = mark_images(run.model, inputs["input_ids"], inputs)
-    return inputs
+    return mark_images(run.model, batch) if turns is not None and turns.fields else batch
 
 
-def wanted_scores(run: Run, rollout: Rollout, inputs: Mapping[str, Any], recorded: Sequence[int] | None = None) -> Want:
+def wanted_scores(run: Run, rollout: Rollout, batch: Batch, recorded: Sequence[int] | None = None) -> Want:
     """Build the `Want` of a rollout's scoring pass from all readers of its signals.
 
     Args:
         run: options and measurements.
         rollout: the rollout of the batch.
-        inputs: inputs of the scoring pass.
-        recorded: rows of `inputs` that are recorded; None: the rollout's.
+        batch: completions that the pass scores.
+        recorded: rows of `batch` that are recorded; None: the rollout's.
     """
     args, measurement = run.args, run.measurement
-    ids, length = inputs["input_ids"], inputs["logits_to_keep"]
     attention, reads = None, (args.hidden_similarity_layer, args.hidden_similarity_over)
     similarity = reads if measurement.needs("similarity") else None
     measures = measurement.needs("attention") and (rollout.generated is None or bool(rollout.recorded))
     if measures or similarity is not None:
         late = late_layers(measurement.layers, args.attention_segments) if measures else []
-        vision = torch.isin(ids, torch.tensor(measurement.vision_token_ids, device=ids.device))  # (N, P + T)
-        vision &= given_tokens(inputs, inputs.get("tool_mask"))
+        vision_tokens = torch.tensor(measurement.vision_token_ids, device=batch.prompt_ids.device)
+        vision = torch.isin(batch.ids, vision_tokens) & batch.unwritten  # (N, P + T)
         attention = AttentionPlan(
             measurement.vision_token_ids,
             measurement.special_token_ids,
             mass=measures,
-            region=region_mask(run, rollout, ids[:, :-length]) if measures else None,
-            keep_rows=_limit_kept_rows(vision, length * len(late), recorded or rollout.recorded or ()),
+            region=region_mask(run, rollout, batch.prompt_ids) if measures else None,
+            keep_rows=_limit_kept_rows(vision, batch.length * len(late), recorded or rollout.recorded or ()),
             keep_layers=late,
             measure_prompt=rollout.generated is None,
             similarity=similarity,
@@ -196,13 +193,12 @@ def measure_sample(run: Run, rollout: Rollout, completion_ids: list[list[int]]) 
     rows = choose_sample(count, run.completions_per_prompt, rollout.first, rollout.recorded or (), draw)
     most = int(accelerator.gather(torch.tensor([len(rows)], device=accelerator.device)).max())
     rows = sorted([*rows, *(row for row in range(count) if row not in rows)][:most])
-    inputs = completion_inputs(run, rollout, completion_ids)
-    mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
-    part = take_rows(inputs, rows)
+    batch = completion_batch(run, rollout, completion_ids)
+    part = batch.take(rows)
     recorded = [rows.index(row) for row in rollout.recorded or ()]
     with keep_random_state(accelerator.device):
         scores = score(run, part, wanted_scores(run, rollout, part, recorded))
-    rollout.signals = _spread(make_signals(scores, None), rows, mask)
+    rollout.signals = _spread(make_signals(scores, None), rows, batch.completion_mask.bool())
     maps = {rows[row]: kept for row, kept in (scores.maps or {}).items()}
     rollout.scores = Scores(rollout.signals.logps, rollout.signals.mask, maps=maps)
     columns, metrics = attention_columns(run, scores.attention, scores.prompt_attention)

@@ -1,11 +1,11 @@
-"""Assign the pixel inputs of a batch to its rows, by a table of layouts; the columns of token types.
+"""`RowImages`, the images of each row of a batch, assigned by a table of layouts; the columns of token types.
 
 A family of models with another layout needs one more `Layout`.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,11 @@ IMAGE_INPUTS = (
     *("image_sizes", "image_position_ids", "spatial_shapes"),
 )
 
+PERTURBED = "perturbed_pixel_values"  # has the layout of `pixel_values`
+_PADDING = {"image_position_ids": -1}  # Gemma 4 marks padding by -1; all other inputs are padded with 0
+
 ImageInputs = Mapping[str, torch.Tensor]  # pixel inputs by name
+Images = dict[str, torch.Tensor]  # likewise, of one row or of all
 Parts = dict[str, list[slice]]  # pixel input -> slice of its first dimension for each row
 Unit = Literal["row", "image", "tile", "patch"]
 
@@ -52,23 +56,6 @@ def image_inputs_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None}
 
 
-def parts_by_counts(given: ImageInputs, num_images: Sequence[int], num_tiles: Sequence[int] | None = None) -> Parts:
-    """Assign pixel inputs to rows by the number of images of each row.
-
-    Args:
-        given: pixel inputs by name.
-        num_images: (N,) number of images of each row.
-        num_tiles: (N,) number of tiles of each row; None: each image is one tile.
-
-    Raises:
-        UnknownParts: the inputs do not match the counts.
-    """
-    images = [int(count) for count in num_images]
-    tiles = images if num_tiles is None else [int(count) for count in num_tiles]
-    layout = find_layout(given, sum(images))
-    return _slice_inputs(given, layout, {"row": [1] * len(images), "image": images, "tile": tiles})
-
-
 def parts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> Parts:
     """Assign pixel inputs to rows by image placeholders, (N, S) bool.
 
@@ -79,46 +66,9 @@ def parts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> Parts:
     return _slice_inputs(given, layout, dict.fromkeys(("row", "image", "tile"), layout.count(given, is_image)))
 
 
-def tiles_by_tokens(given: ImageInputs, num_images: Sequence[int], is_image: torch.Tensor) -> list[int] | None:
-    """Return the number of tiles of each row; None: each image is a tile, or the model has no tiles.
-
-    Args:
-        given: pixel inputs by name.
-        num_images: (N,) number of images of each row.
-        is_image: (N, S) bool, image placeholders.
-
-    Raises:
-        UnknownParts: the assignment is ambiguous.
-    """
-    layout, pixels = find_layout(given, sum(num_images)), given["pixel_values"]
-    if layout.units["pixel_values"] != "tile" or not ("spatial_shapes" in given or pixels.ndim == 4):
-        return None
-    if len(pixels) == sum(num_images):
-        return list(num_images) if "spatial_shapes" in given else None  # as TRL has it
-    return layout.count(given, is_image)
-
-
 def on_device(numbers: Sequence[int], device: torch.device | str) -> torch.Tensor:
     """Return numbers as an int64 tensor on a device; unlike `torch.tensor(…, device=…)` it does not block the host."""
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
-
-
-def take_entries(columns: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
-    """Take some entries of each tensor and list; numbers, texts and None stay. Consecutive entries are not copied.
-
-    Args:
-        columns: by name.
-        rows: numbers of the entries, at least one.
-    """
-    block = slice(rows[0], rows[0] + len(rows))
-    consecutive = list(rows) == list(range(block.start, block.stop))
-    taken = dict(columns)
-    for name, value in columns.items():
-        if isinstance(value, torch.Tensor) and value.ndim > 0:
-            taken[name] = value[block if consecutive else on_device(rows, value.device)]
-        elif isinstance(value, list | tuple):
-            taken[name] = [value[row] for row in rows]
-    return taken
 
 
 def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
@@ -213,126 +163,210 @@ UNEQUAL_IMAGES = Layout(dict.fromkeys(("pixel_values", "image_sizes", "image_pos
 EQUAL_TILES = Layout({"pixel_values": "tile"}, _count_equal)
 
 
-def counts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> dict[str, list[int]]:
-    """Return `num_images` and `num_tiles` of rows by their image placeholders, (N, S) bool.
+@dataclass(eq=False)  # tensors do not compare to a bool
+class RowImages:
+    """Images of N rows as a model takes them, as tensors of all rows or row by row; reading one form makes it.
 
-    Raises:
-        UnknownParts: the assignment is ambiguous.
+    Attributes:
+        whole: pixel inputs of all rows by name, also others than `IMAGE_INPUTS`; None: they are in `parts`.
+        num_images: (N,) number of images of each row; None: unknown, or no row has an image.
+        num_tiles: (N,) number of entries of `pixel_values` of each row; None: each image is one, or has patches.
+        parts: pixel inputs of each row, none of a row without an image; None: they are in `whole`.
+        one_per_row: whether `whole` has entries of zeros for rows without an image, if other rows have images.
     """
-    counts, has_image = find_layout(given).count(given, is_image), is_image.any(1).tolist()
-    return {"num_images": [count * has for count, has in zip(counts, has_image, strict=True)], "num_tiles": counts}
 
+    whole: Images | None = field(default_factory=dict)
+    num_images: Sequence[int] | None = None
+    num_tiles: Sequence[int] | None = None
+    parts: list[Images] | None = None
+    one_per_row: bool = False
 
-def number_images(given: ImageInputs, num_images: Sequence[int], is_image: torch.Tensor) -> torch.Tensor:
-    """Number the image of each placeholder within its row.
+    @classmethod
+    def count(cls, tensors: Images, is_image: torch.Tensor, num_images: Sequence[int] | None = None) -> "RowImages":
+        """Count the images and tiles of each row by its image placeholders.
 
-    Images with patches, or with equally many placeholders each, can be numbered.
+        Args:
+            tensors: pixel inputs of all rows by name.
+            is_image: (N, S) bool, image placeholders.
+            num_images: (N,) number of images of each row, so that tiles alone are counted; None: unknown.
 
-    Args:
-        given: pixel inputs by name.
-        num_images: (N,) number of images of each row; empty: unknown.
-        is_image: (N, S) bool, image placeholders.
+        Raises:
+            UnknownParts: the assignment is ambiguous.
+        """
+        if not tensors:
+            return cls(tensors, num_images)
+        if num_images is None:
+            tiles, has_image = find_layout(tensors).count(tensors, is_image), is_image.any(1).tolist()
+            return cls(tensors, [count * has for count, has in zip(tiles, has_image, strict=True)], tiles)
+        layout, pixels = find_layout(tensors, sum(num_images)), tensors["pixel_values"]
+        if layout.units["pixel_values"] != "tile" or not ("spatial_shapes" in tensors or pixels.ndim == 4):
+            return cls(tensors, num_images)
+        if len(pixels) == sum(num_images):  # as TRL has it
+            return cls(tensors, num_images, list(num_images) if "spatial_shapes" in tensors else None)
+        return cls(tensors, num_images, layout.count(tensors, is_image))
 
-    Returns:
-        (N, S) int64, from 1; 0 for other tokens and unknown images.
-    """
-    numbers, count = torch.zeros_like(is_image, dtype=torch.int64), sum(num_images)
-    sizes: list[int] = []
-    if "image_grid_thw" in given:
-        sizes = given["image_grid_thw"].prod(-1).tolist()
-    elif given and count and find_layout(given, count) is EQUAL_TILES and len(given["pixel_values"]) == count:
-        sizes = [1] * count
-    if not sizes:  # a row would have the host wait
+    @property
+    def tensors(self) -> Images:
+        """Pixel inputs of all rows by name; rows are padded to the largest image, or to the most patches or images."""
+        if self.whole is None:
+            parts = self.parts or []
+            names = [name for name in (*IMAGE_INPUTS, PERTURBED) if any(name in row for row in parts)]
+            self.whole = {name: self._stack([row.get(name) for row in parts], name) for name in names}
+            self.parts = None  # they would keep other batches in memory
+        return self.whole
+
+    @property
+    def rows(self) -> list[Images]:
+        """Pixel inputs of each row, none of a row without an image; rows known to have equal ones share tensors.
+
+        Raises:
+            UnknownParts: the pixel inputs do not match the numbers of images.
+        """
+        if self.parts is None:
+            counts, whole, slices = self.num_images or (), self.tensors, self.slices
+            self.parts = [
+                {name: value[slices[name][row]] for name, value in whole.items()} if count else {}
+                for row, count in enumerate(counts)
+            ]
+        return self.parts
+
+    @property
+    def slices(self) -> Parts:
+        """The slice of each row in the first dimension of each pixel input; as `rows`."""
+        given = {name: value for name, value in self.tensors.items() if name != PERTURBED}
+        if not given:
+            return {}
+        images = [int(count) for count in self.num_images or ()]
+        tiles = images if self.num_tiles is None else [int(count) for count in self.num_tiles]
+        layout = find_layout(given, sum(images))
+        self.one_per_row = layout.units["pixel_values"] == "row"
+        slices = _slice_inputs(given, layout, {"row": [1] * len(images), "image": images, "tile": tiles})
+        if PERTURBED in self.tensors:
+            slices[PERTURBED] = slices["pixel_values"]
+        return slices
+
+    def take(self, rows: Sequence[int]) -> "RowImages":
+        """Return the images of the rows with these numbers, in this order."""
+        if self.num_images is None and not self.tensors:
+            return self
+        images, tiles = (values and [values[row] for row in rows] for values in (self.num_images, self.num_tiles))
+        return RowImages(None, images, tiles, [self.rows[row] for row in rows], self.one_per_row)
+
+    @classmethod
+    def join(cls, images: Sequence["RowImages"], lengths: Sequence[int]) -> "RowImages":
+        """Join images of several batches, with the pixel inputs that the first batch has, if it has images.
+
+        Args:
+            images: of each batch.
+            lengths: number of rows of each batch.
+
+        Raises:
+            DataError: a row with images lacks a pixel input of the first batch.
+        """
+        pairs = [*zip(images, lengths, strict=True)]
+        rows = [row for each, count in pairs for row in each.rows or [{} for _ in range(count)]]
+        wanted = {name for row in images[0].rows for name in row}
+        for row in rows:
+            if row and not wanted <= row.keys():
+                raise missing_column_error(min(wanted - row.keys()))
+        kept = [{name: row[name] for name in row if name in wanted or not wanted} for row in rows]
+        counts = [each.num_images or [0] * count for each, count in pairs]
+        tiles = [each.num_tiles or own for each, own in zip(images, counts, strict=True)]
+        return cls(
+            None,
+            [*chain(*counts)] if any(each.num_images for each in images) else None,
+            [*chain(*tiles)] if any(each.num_tiles for each in images) else None,
+            kept,
+            any(each.one_per_row for each in images),
+        )
+
+    def map(self, change: Callable[[Any], Any], key: Callable[[Any], Hashable] | None = None) -> "RowImages":
+        """Change every tensor; tensors of the same key become one tensor.
+
+        Args:
+            change: returns the changed tensor.
+            key: of a tensor of a row; None: each tensor has its own.
+        """
+        if self.whole is not None and key is None:
+            return replace(self, whole={name: change(value) for name, value in self.whole.items()}, parts=None)
+        changed: dict[Hashable, Any] = {}
+
+        def change_once(value: Any) -> Any:
+            if (known := (key or id)(value)) not in changed:
+                changed[known] = change(value)
+            return changed[known]
+
+        parts = [{name: change_once(value) for name, value in row.items()} for row in self.rows]
+        return replace(self, whole=None, parts=parts)
+
+    def with_pixels(self, pixels: torch.Tensor, name: str = "pixel_values") -> "RowImages":
+        """Replace `pixel_values`, or add another input of their layout.
+
+        Raises:
+            DataError: the new ones have another shape.
+        """
+        like = self.tensors["pixel_values"]
+        if pixels.shape != like.shape:
+            found = f"pixel_values of shape {tuple(pixels.shape)}, images {tuple(like.shape)}"
+            raise DataError(
+                f"Perturbed images give {found}: switch off options that perturb images for this processor."
+            )
+        return replace(self, whole={**self.tensors, name: pixels.to(like.device, like.dtype)}, parts=None)
+
+    def number(self, is_image: torch.Tensor) -> torch.Tensor:
+        """Number the image of each placeholder within its row.
+
+        Images with patches, or with equally many placeholders each, can be numbered.
+
+        Args:
+            is_image: (N, S) bool, image placeholders.
+
+        Returns:
+            (N, S) int64, from 1; 0 for other tokens and unknown images.
+        """
+        given, num_images = image_inputs_of(self.tensors), self.num_images or []
+        numbers, count = torch.zeros_like(is_image, dtype=torch.int64), sum(num_images)
+        sizes: list[int] = []
+        if "image_grid_thw" in given:
+            sizes = given["image_grid_thw"].prod(-1).tolist()
+        elif given and count and find_layout(given, count) is EQUAL_TILES and len(given["pixel_values"]) == count:
+            sizes = [1] * count
+        if not sizes:  # a row would have the host wait
+            return numbers
+        for row, images in enumerate(_make_slices(num_images)):
+            tokens, worth = int(is_image[row].sum()), sum(sizes[images])
+            if worth and not any(tokens * size % worth for size in sizes[images]):
+                counts = [tokens * size // worth for size in sizes[images]]
+                each = torch.arange(1, len(counts) + 1).repeat_interleave(torch.tensor(counts))
+                numbers[row, is_image[row]] = each.to(numbers.device)
         return numbers
-    for row, images in enumerate(_make_slices(num_images)):
-        tokens, worth = int(is_image[row].sum()), sum(sizes[images])
-        if worth and not any(tokens * size % worth for size in sizes[images]):
-            counts = [tokens * size // worth for size in sizes[images]]
-            each = torch.arange(1, len(counts) + 1).repeat_interleave(torch.tensor(counts))
-            numbers[row, is_image[row]] = each.to(numbers.device)
-    return numbers
+
+    def _stack(self, parts: Sequence[torch.Tensor | None], name: str) -> torch.Tensor:
+        present = [part for part in parts if part is not None]
+        shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in present), strict=True)]
+        if self.one_per_row:
+            parts = [present[0].new_zeros((1, *shape)) if part is None else part for part in parts]
+        grown = []
+        for part in (part for part in parts if part is not None):
+            missing = [size - own for size, own in zip(shape, part.shape[1:], strict=True)]
+            widths = [width for size in reversed(missing) for width in (0, size)]  # the last dimension first
+            wide = pad(part, widths, value=_PADDING.get(name, 0)) if any(missing) else part
+            grown.append(wide.to(present[0]))
+        return torch.cat(grown)
 
 
-def joined(pixels: list[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-    """Concatenate the pixels of rows to the tensor that a model takes."""
-    return torch.cat(pixels) if isinstance(pixels, list) else pixels
+def missing_column_error(name: str) -> DataError:
+    """Return the error for rows that lack a column of the batch they are joined to."""
+    cure = "resume with the options that it was stored with, or start with an empty replay buffer"
+    return DataError(f"A stored group has no {name}, which the batch has: {cure}.")
 
 
-def image_tensors(fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def image_tensors(fields: Mapping[str, Any]) -> Images:
     """Return the pixel inputs of a processor as tensors; some processors return lists of arrays."""
     return {
         name: value if isinstance(value, torch.Tensor) else torch.tensor(np.array(value))
         for name, value in image_inputs_of(fields).items()
     }
-
-
-PERTURBED = "perturbed_pixel_values"  # has the layout of `pixel_values`
-ROW_INPUTS = (*IMAGE_INPUTS, PERTURBED)
-_PADDING = {"image_position_ids": -1}  # Gemma 4 marks padding by -1; all other inputs are padded with 0
-
-Images = dict[str, torch.Tensor]  # the image inputs of one row, empty for a row without images
-
-
-def split_images(batch: Mapping[str, Any], count: int) -> tuple[list[Images], bool]:
-    """Return the image inputs of each row, and whether rows without an image have an entry, too.
-
-    Args:
-        batch: a training batch of TRL; `num_images` and `num_tiles` are lists with one number per row.
-        count: N, the number of rows.
-
-    Raises:
-        DataError: an input cannot be assigned to rows.
-    """
-    given = image_inputs_of(batch)
-    if not given:
-        return [{} for _ in range(count)], False
-    num_images = batch.get("num_images") or []
-    parts = parts_by_counts(given, num_images, batch.get("num_tiles"))
-    if batch.get(PERTURBED) is not None:
-        given[PERTURBED], parts[PERTURBED] = batch[PERTURBED], parts["pixel_values"]
-    rows = [{name: value[parts[name][row]] for name, value in given.items()} for row in range(count)]
-    one_per_row = find_layout(image_inputs_of(batch), sum(num_images)).units["pixel_values"] == "row"
-    return [{name: value for name, value in row.items() if len(value)} for row in rows], one_per_row
-
-
-def stack_images(rows: Sequence[Images], one_per_row: bool) -> Images:
-    """Combine the image inputs of rows into a batch; the inverse of `split_images`.
-
-    Rows of different sizes are padded to the largest image, or to the most patches or images.
-
-    Args:
-        rows: image inputs of each row.
-        one_per_row: whether rows without images get an entry of zeros.
-    """
-    names = [name for name in ROW_INPUTS if any(name in row for row in rows)]
-    return {name: _stack_parts([row.get(name) for row in rows], _PADDING.get(name, 0), one_per_row) for name in names}
-
-
-def _stack_parts(parts: Sequence[torch.Tensor | None], padding: int, one_per_row: bool) -> torch.Tensor:
-    present = [part for part in parts if part is not None]
-    shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in present), strict=True)]
-    if one_per_row:
-        parts = [present[0].new_zeros((1, *shape)) if part is None else part for part in parts]
-    grown = []
-    for part in (part for part in parts if part is not None):
-        missing = [size - own for size, own in zip(shape, part.shape[1:], strict=True)]
-        widths = [width for size in reversed(missing) for width in (0, size)]  # the last dimension first
-        grown.append(pad(part, widths, value=padding).to(present[0]) if any(missing) else part.to(present[0]))
-    return torch.cat(grown)
-
-
-def map_shared_tensors(
-    rows: Sequence[Images], change: Callable[[Any], Any], key: Callable[[Any], Hashable] = id
-) -> list[Images]:
-    """Change the image inputs of rows; tensors of the same key, by default one tensor, become one tensor."""
-    changed: dict[Hashable, Any] = {}
-
-    def change_once(value: Any) -> Any:
-        if (known := key(value)) not in changed:
-            changed[known] = change(value)
-        return changed[known]
-
-    return [{name: change_once(value) for name, value in row.items()} for row in rows]
 
 
 def fingerprint(value: torch.Tensor) -> Hashable:
@@ -354,24 +388,6 @@ def causal_type(config: Any, name: str) -> int:
         name: `token_type_ids` or `mm_token_type_ids`.
     """
     return _CAUSAL_TYPE.get(config.model_type, 0) if name == "token_type_ids" else 0
-
-
-def make_completions_causal(inputs: Mapping[str, Any], config: Any, completion_length: int) -> dict[str, Any]:
-    """Return the inputs of a pass with causal token types, (N, P + T), in the completions.
-
-    TRL pads token types with 0, by which completions of PaliGemma attend to later tokens.
-
-    Args:
-        inputs: by name, with or without token types.
-        config: configuration of the model.
-        completion_length: T.
-    """
-    changed = dict(inputs)
-    value = changed.get("token_type_ids")
-    if value is not None and (kind := causal_type(config, "token_type_ids")):
-        completions = value.new_full((len(value), completion_length), kind)
-        changed["token_type_ids"] = torch.cat([value[:, :-completion_length], completions], dim=1)
-    return changed
 
 
 def extend_token_types(inputs: Mapping[str, torch.Tensor], config: Any, length: int) -> dict[str, torch.Tensor]:

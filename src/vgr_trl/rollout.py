@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from vgr_trl.batch import Batch, Placement, Prompts, Turns
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
 from vgr_trl.errors import DataError
-from vgr_trl.rows import Placement, Prompts, Turns
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.scoring import Scores
 
@@ -109,7 +109,7 @@ class Rollout:
         rewards: unweighted, of all processes, (N of all, number of functions).
         token_weights: weights that reward files have returned, by completion of this process; None without a file.
         kl_penalty: (N, T), at most 0 for most kinds: the KL in the reward of each token.
-        batch: TRL's training batch; a stage that adds to it replaces it.
+        batch: batch to train on; a stage that adds to it replaces it.
         perturbed_images: row -> its images as they were perturbed for the dependency.
         teacher_images: row -> its images as the teacher sees them.
         teacher_top: tokens that the teacher finds most likely, (N, T, k), and their log-probabilities with all others
@@ -141,7 +141,7 @@ class Rollout:
     rewards: torch.Tensor = field(init=False)
     token_weights: list[Any] | None = None
     kl_penalty: torch.Tensor | None = None
-    batch: dict[str, Any] = field(default_factory=dict)
+    batch: Batch = field(init=False)
     perturbed_images: dict[int, list[Any]] = field(default_factory=dict)
     teacher_images: dict[int, list[Any]] = field(default_factory=dict)
     teacher_top: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -11,17 +11,17 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.utils import logging
 
+from vgr_trl.batch import Batch, Prompts
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.errors import DataError, EngineError
 from vgr_trl.metrics.collapse import ENGINE_BOUND
 from vgr_trl.passes.run_pass import score
 from vgr_trl.patching import keep_random_state, patched_attribute
 from vgr_trl.rollout import Rollout
-from vgr_trl.rows import OLD_LOGPS, Prompts, rows_with_images, scoring_inputs, take_rows, valid_tokens
 from vgr_trl.run import Run
 from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.scoring import Want
-from vgr_trl.views.perturbed_pass import inputs_with_other_images
+from vgr_trl.views.perturbed_pass import batch_with_other_images
 
 GROWTH = 10  # a distance of so many times the first one ends the run, if it is above the limit
 
@@ -47,13 +47,14 @@ class EngineCheck(SavedState):
             EngineError: the distance is too large; raised on every process.
         """
         batch, device = rollout.batch, run.accelerator.device
-        engine = batch.get("sampling_per_token_logps")
+        engine = batch.columns.get("engine_logps")
         if engine is None or rollout.sampled is None:  # the latter are the old ones, compared with the training pass
             return {}
-        logps = batch.get(OLD_LOGPS, None if rollout.scores is None else rollout.scores.logps.to(device))
+        logps = batch.old_logps
+        if logps is None and rollout.scores is not None:
+            logps = rollout.scores.logps.to(device)
         rows, compared = first_group(rollout, run.completions_per_prompt, logps)
-        part = scoring_inputs(take_rows(batch, rows)) if logps is None else {}
-        scored = score(run, part, Want()).logps if logps is None else logps[list(rows)]
+        scored = score(run, batch.take(rows), Want()).logps if logps is None else logps[list(rows)]
         distance = torch.tensor([engine_distance(engine[list(rows)], scored, compared)], device=device)
         largest = float(run.accelerator.gather(distance).max())
         if largest < 0:
@@ -95,8 +96,8 @@ def first_group(rollout: Rollout, size: int, scored: Tensor | None = None) -> tu
         size: G.
         scored: (N, T), NaN for rows that are not compared either; None: all are.
     """
-    compared = valid_tokens(rollout.batch).bool()
-    compared = compared & rows_with_images(rollout.batch).to(compared.device).unsqueeze(1)  # (N, T)
+    valid, has_images = rollout.batch.valid, rollout.batch.has_images
+    compared = valid & has_images.to(valid.device).unsqueeze(1)  # (N, T)
     if rollout.noise is not None:
         compared &= ~torch.tensor(rollout.noise.rows, device=compared.device).unsqueeze(1)
     if scored is not None:
@@ -226,19 +227,19 @@ def check_pixel_use(run: Run, rollout: Rollout) -> dict[str, float] | None:
     rows, compared = first_group(rollout, size)
     if not accelerator.gather(compared.sum().view(1)).any():
         return None
-    part, inputs, why = take_rows(batch, rows), [], ""
+    part, pair, why = batch.take(rows), list[Batch](), ""
     try:
         blank = partial(perturb_images, name="mask_image", seed=0, step=0)
-        other, _ = inputs_with_other_images(run, rollout, rows, blank, size)
-        inputs = [scoring_inputs(part), other]
+        other, _ = batch_with_other_images(run, rollout, rows, blank, size)
+        pair = [part, other]
     except DataError as error:
         why = f": {error}"
-    if not accelerator.gather(torch.tensor([bool(inputs)], device=accelerator.device)).all():
+    if not accelerator.gather(torch.tensor([bool(pair)], device=accelerator.device)).all():
         logger.warning_once(f"Skipped the check that the model uses the pixels{why}")
         return {}
     with keep_random_state(accelerator.device):  # separate passes: pixels are not joined
-        logps, blank_logps = (score(run, given, Want()).logps.float() for given in inputs)
-    engine = part.get("sampling_per_token_logps")
+        logps, blank_logps = (score(run, each, Want()).logps.float() for each in pair)
+    engine = part.columns.get("engine_logps")
     use = compare_logps(logps, blank_logps, engine, compared.to(logps.device), accelerator.gather)
     if use.tokens and use.largest < UNCHANGED:
         unused = "tokens do not change with a blank image, so the model does not use its images"

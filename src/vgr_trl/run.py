@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerState
 from trl import GRPOTrainer
 
+from vgr_trl.batch import Prompts
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.read_row import column_names, image_columns
 from vgr_trl.metrics.step_metrics import StageClock
 from vgr_trl.registries import BLIND_ANSWERS
-from vgr_trl.rows import Prompts
 from vgr_trl.sharing.model_support import Feature, SharingReport
 from vgr_trl.signals.named import SIGNAL_COLUMNS, NamedSignal
 from vgr_trl.vision import DummyImage, VisionCache
@@ -222,7 +222,7 @@ class Run:
         end_tokens: tokens that end a completion.
         tokenize: turns conversations into prompts, as TRL does.
         to_device: moves the inputs of a pass to the device of this process, as transformers' trainer does.
-        plain_pass: TRL's `_get_per_token_logps_and_entropies`, for models and modes without a row.
+        plain_pass: TRL's scoring of a `Batch` by a model, for models and modes without a row.
         get_model: returns the policy, which accelerate may have wrapped.
         get_state: returns the state of the trainer, which a resumed run replaces.
     """

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
+from vgr_trl.batch import Batch, Prompts, pad_rows
 from vgr_trl.batching import ContinuousBatching
 from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import evaluation_prefix, guard_trackers, print_lines
@@ -35,7 +36,7 @@ from vgr_trl.generation import (
 from vgr_trl.loss.kl import FullKL, KLControl
 from vgr_trl.loss.terms import LossPass, TermInputs, auxiliary_loss, average_as_loss
 from vgr_trl.measure import (
-    completion_inputs,
+    completion_batch,
     make_signals,
     measure_sample,
     pad_signals,
@@ -44,7 +45,7 @@ from vgr_trl.measure import (
 )
 from vgr_trl.metrics.collapse import CollapseWatch
 from vgr_trl.metrics.step_metrics import StageClock, StepMetrics
-from vgr_trl.passes.micro_batches import join_micro_batches, loss_in_parts, plan_shuffle
+from vgr_trl.passes.micro_batches import join_micro_batches, loss_in_parts
 from vgr_trl.passes.run_pass import Skipping, adapter_dtype, cast_adapters, run_pass, score
 from vgr_trl.patches.trl import (
     enable_reference_model,
@@ -57,7 +58,6 @@ from vgr_trl.patches.trl import (
     keep_training_table,
     let_models_with_processors_batch,
     mark_images,
-    mark_scored_images,
     mark_turn,
     override_sampling,
     process_with_options,
@@ -90,7 +90,6 @@ from vgr_trl.rollout import (
     weighted_sums,
 )
 from vgr_trl.rollout_checks import EngineCheck, check_pixel_use
-from vgr_trl.rows import OLD_LOGPS, Prompts, pad_rows, split_perturbed_pixels, valid_tokens
 from vgr_trl.run import Measurement, Run, RunFacts, has_own_loss, iterate_datasets, read_facts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import FurtherPrompts, GroupSelector, ZeroVarianceStreak
@@ -98,6 +97,15 @@ from vgr_trl.sharing.model_support import SharingReport, base_of, causal_model
 from vgr_trl.sharing.shared_forward import prepare_rows
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Purpose, Scores, Want, policy_is_active
+from vgr_trl.trl_bridge import (
+    OLD_LOGPS,
+    from_scoring,
+    from_trl,
+    perturbed_by_row,
+    shuffle_whole_groups,
+    to_scoring,
+    to_trl,
+)
 from vgr_trl.validate.features import announce, plan_dummy_image, plan_features, plan_measurement, plan_vision
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
 from vgr_trl.views.perturbed_pass import record_noise, score_perturbed, score_perturbed_part
@@ -222,6 +230,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             join_windows(model)
         if features.share_training.enabled or features.share_scoring.enabled:
             prepare_rows(base_of(causal_model(self.model)))
+        plain_pass: Any = super()._get_per_token_logps_and_entropies
         return Run(
             args=self.args,
             accelerator=self.accelerator,
@@ -240,7 +249,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             end_tokens=frozenset({*self.eos_token_ids, self._tokenizer.pad_token_id}),
             tokenize=lambda prompts: Prompts(*GRPOTrainer._tokenize_prompts(self, prompts)),
             to_device=self._prepare_input,
-            plain_pass=super()._get_per_token_logps_and_entropies,
+            plain_pass=lambda model, batch, **wanted: plain_pass(model, **to_scoring(batch), **wanted),
             get_model=lambda: self.model,
             get_state=lambda: self.state,
         )
@@ -374,9 +383,10 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
         Pixels of a prompt are stored once until a micro-batch needs them, unless several iterations do.
         """
-        if (shuffle := plan_shuffle(self.run)) is None:
+        if not self.run.features.regroup.enabled:
             return super()._prepare_inputs(generation_batch)
-        with shuffle_by(shuffle, joins_pixels=self.num_iterations > 1):
+        config = causal_model(self.model).config if self.tools else None
+        with shuffle_by(partial(shuffle_whole_groups, config=config), joins_pixels=self.num_iterations > 1):
             inputs = super()._prepare_inputs(generation_batch)
         return grpo_trainer.unsplit_pixel_values_by_grid(inputs)
 
@@ -513,15 +523,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                 self._log_metrics(metrics)
             return columns
         if rollout.signals is None:
-            inputs = completion_inputs(run, rollout, completion_ids)
+            batch = completion_batch(run, rollout, completion_ids)
             reads_pass = self.args.penalises_kl or measurement.needs("values", "similarity", "shift")
             generated = None if reads_pass else rollout.generated
             if generated is not None and rollout.recorded is None:
-                mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
-                rollout.signals = pad_signals(generated, mask)
+                rollout.signals = pad_signals(generated, batch.completion_mask.bool())
             else:
                 with nullcontext() if generated is None else keep_random_state(self.accelerator.device):
-                    self._score_rollout(rollout, inputs)
+                    self._score_rollout(rollout, batch)
         measured, metrics = signals_as_columns(run, rollout)
         if "vgr" in measured:
             self._show_columns({name: measured[name] for name in SINGLE_COLUMNS})
@@ -543,14 +552,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                         self._log_metrics(self.kl.update())
                     if self.critic is not None:
                         self._log_metrics(self.critic.estimate(rollout))
-                    advantages = rollout.batch["advantages"]  # (N,), with a critic (N, T)
+                    advantages = cast("Tensor", rollout.batch.advantages)  # (N,), with a critic (N, T)
                     self._log_metrics(rollout.metrics)
                     if self.args.shapes_advantages:
                         self._log_metrics(apply_token_credit(self.run, rollout))
                     self.zero_variance_streak.warn(self.run, rollout)
-                self.recorder.add_credit(recorded, rollout, advantages, rollout.batch["advantages"])
+                self.recorder.add_credit(recorded, rollout, advantages, cast("Tensor", rollout.batch.advantages))
             self.recorder.write(rollout, recorded, self.reward_weights, self.newest_metrics())
-            return split_perturbed_pixels(rollout.batch)
+            return to_trl(rollout.batch) | perturbed_by_row(rollout.batch)
 
     def generate_and_score(self, rollout: Rollout) -> None:
         """Generate, score and reward a rollout by TRL's method; when training, score perturbed views."""
@@ -558,13 +567,13 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         reference = enable_reference_model(self, self.args) if self.model.training else nullcontext()
         options = process_with_options(self.processing_class) if self.tools and self._is_vlm else nullcontext()
         with images_logged_by_all(self, rollout.rows), reference, options, once:
-            batch = super()._generate_and_score_completions(rollout.rows)
+            batch = from_trl(super()._generate_and_score_completions(rollout.rows))
         if rollout.turns is not None and rollout.turns.fields:
-            batch = mark_images(self.model, torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1), batch)
+            batch = mark_images(self.model, batch)
         rollout.batch = batch
         if not self.model.training:
             return
-        if self.batching is not None and rollout.sampled and (old := batch.get(OLD_LOGPS)) is not None:
+        if self.batching is not None and rollout.sampled and (old := batch.old_logps) is not None:
             self._log_metrics(self.batching.compare(batch, old, torch.ones_like(old, dtype=torch.bool)))
         if self.pixels_unchecked and (metrics := check_pixel_use(self.run, rollout)) is not None:
             self.pixels_unchecked = False
@@ -589,16 +598,16 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         **kwargs: Any,
     ) -> Any:
         """Score the rollout, run the training pass of a loss, or score for TRL's loss of an evaluation."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep, **kwargs}
-        entropies, router_loss = (bool(inputs.pop(f"compute_{name}", False)) for name in ("entropy", "aux_loss"))
+        scored = from_scoring(input_ids, attention_mask, logits_to_keep, kwargs)
+        entropies, router_loss = (bool(kwargs.get(f"compute_{name}")) for name in ("entropy", "aux_loss"))
         of_loss = self._loss_pass
         if of_loss is None and self._rollout is not None:
-            scores = self._score_for_rollout(self._rollout, model, inputs, entropies)
+            scores = self._score_for_rollout(self._rollout, model, scored, entropies)
             return (None, None, None) if scores is None else (scores.logps, scores.entropies, None)
         if of_loss is None or of_loss.passed is not None:  # in a loss of its own, a subclass makes further passes
             purpose = Purpose.EVALUATION if of_loss is None else Purpose.TRAINING
             want = Want(entropies, router_loss=router_loss)
-            scores = run_pass(self.run, model, inputs, want, purpose=purpose, gradients=torch.is_grad_enabled())
+            scores = run_pass(self.run, model, scored, want, purpose=purpose, gradients=torch.is_grad_enabled())
             return scores.logps, scores.entropies, scores.router_loss
         batch = of_loss.batch
         want = Want(
@@ -608,53 +617,51 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             router_loss=router_loss,
             tokens=Skipping(self.run.features).loss_mask(batch),
         )
-        scores = run_pass(self.run, model, inputs, want, purpose=Purpose.TRAINING, gradients=torch.is_grad_enabled())
-        logps, old = scores.logps, batch.get(OLD_LOGPS)
+        scores = run_pass(self.run, model, scored, want, purpose=Purpose.TRAINING, gradients=torch.is_grad_enabled())
+        logps, old = scores.logps, batch.old_logps
         if old is not None:  # constants for tokens without loss, at a ratio of 1
             logps = torch.where(scores.mask, logps, old.to(logps))
         of_loss.scores, of_loss.passed = scores, self._term_inputs(model, batch, scores, logps)
         return logps, scores.entropies, scores.router_loss
 
-    def _term_inputs(self, model: nn.Module, batch: Mapping[str, Any], scores: Scores, logps: Tensor) -> TermInputs:
-        """Return what loss terms read of a micro-batch of TRL and its training pass."""
-        advantages = batch["advantages"]  # (N,) or (N, T)
-        top = [batch[name].transpose(1, 2) for name in ("teacher_top_ids", "teacher_top_logps") if name in batch]
+    def _term_inputs(self, model: nn.Module, batch: Batch, scores: Scores, logps: Tensor) -> TermInputs:
+        """Return what loss terms read of a micro-batch and its training pass."""
+        columns = batch.columns
+        top = [columns[name].transpose(1, 2) for name in ("teacher_top_ids", "teacher_top_logps") if name in columns]
         return TermInputs(
             logps,
-            valid_tokens(batch).bool(),
-            advantages.expand_as(logps) if advantages.ndim == 2 else advantages.unsqueeze(1).expand_as(logps),
-            old_logps=batch.get(OLD_LOGPS),
-            reference_logps=batch.get("ref_per_token_logps"),
+            batch.valid,
+            batch.advantages_by_token.expand_as(logps),
+            old_logps=batch.old_logps,
+            reference_logps=columns.get("reference_logps"),
             hidden=scores.hidden,
-            teacher_logps=batch.get("teacher_logps"),
+            teacher_logps=columns.get("teacher_logps"),
             teacher_top=(top[0], top[1]) if top else None,
             model=model,
             temperature=self.temperature,
         )
 
-    def _score_for_rollout(
-        self, rollout: Rollout, model: nn.Module, inputs: dict[str, Any], entropies: bool
-    ) -> Scores | None:
+    def _score_for_rollout(self, rollout: Rollout, model: nn.Module, batch: Batch, entropies: bool) -> Scores | None:
         """Score a rollout by the policy or its reference; return None if the first training pass will score it."""
         if rollout.turns is not None and rollout.turns.fields:
-            inputs = mark_scored_images(model, inputs["input_ids"], inputs)
+            batch = mark_images(model, batch)
         if model is self.ref_model or not policy_is_active(model):
             want = Want(entropies, hidden=self.kl.full is not None)
-            rollout.reference = scores = score(self.run, inputs, want, model, purpose=Purpose.REFERENCE)
+            rollout.reference = scores = score(self.run, batch, want, model, purpose=Purpose.REFERENCE)
             return scores
         if self.model.training and self.run.features.reuse_first_pass.enabled:
             return None
         if self.batching is not None and self.model.training and not (entropies or self.run.measurement.scoring):
-            mask = inputs["attention_mask"][:, -inputs["logits_to_keep"] :].bool()
+            mask = batch.completion_mask.bool()
             if (logps := self.batching.old_logps(rollout, mask)) is not None:
                 self._compares_engine = rollout.noise is None and self.replay is None
                 return Scores(logps, mask)
         if model is not self.model or not self.run.measurement.scoring:
-            return score(self.run, inputs, Want(entropies), model)
+            return score(self.run, batch, Want(entropies), model)
         if rollout.turns is not None:
             own, _ = pad_rows(rollout.turns.own, 1, "right", self.pad_to_multiple_of)
-            inputs["tool_mask"] = own.to(inputs["input_ids"].device)
-        return self._score_rollout(rollout, inputs)
+            batch = replace(batch, own=own.to(batch.completion_ids.device))
+        return self._score_rollout(rollout, batch)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Cut micro-batches into passes, add further loss terms, and measure the step."""
@@ -662,21 +669,25 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             return super()._compute_loss(model, inputs)
         if self._until_backward is not None:
             self._until_backward.enter_context(cast_adapters(model, adapter_dtype(self.accelerator)))
-        return loss_in_parts(self.run, self.rows_per_pass, model, inputs, self._loss_of_part)
+        batch = from_trl(inputs)
+        loss = loss_in_parts(self.run, self.rows_per_pass, model, batch, self._loss_of_part)
+        if batch.old_logps is not None:  # for later iterations
+            inputs.setdefault(OLD_LOGPS, batch.old_logps)
+        return loss
 
-    def _loss_of_part(self, model: Any, inputs: dict[str, Any], weight: float = 1.0) -> Any:
+    def _loss_of_part(self, model: Any, batch: Batch, weight: float = 1.0) -> Any:
         """Return the weighted loss of a part of a micro-batch; keep its log-probabilities for later iterations."""
-        of_loss = LossPass(inputs)
+        of_loss = LossPass(batch)
         with patched_attribute(self, "_loss_pass", of_loss):
-            loss = super()._compute_loss(model, inputs)
+            loss = super()._compute_loss(model, to_trl(batch))
         passed, scores = of_loss.passed, of_loss.scores
         if passed is None or scores is None:  # a subclass has made the pass itself
             return loss * weight
         measured = passed.logps, self._metrics["train"], scores.mask, scores.rows_run
-        self._log_metrics(self.step_metrics.measure(inputs, *measured))
-        if "sampling_per_token_logps" in inputs and self.batching is not None:
-            if self._compares_engine or OLD_LOGPS not in inputs:
-                distances = self.batching.compare(inputs, passed.logps, scores.mask)
+        self._log_metrics(self.step_metrics.measure(batch, *measured))
+        if "engine_logps" in batch.columns and self.batching is not None:
+            if self._compares_engine or batch.old_logps is None:
+                distances = self.batching.compare(batch, passed.logps, scores.mask)
                 self._log_metrics(distances)
                 if self._compares_engine and self.engine_check is not None:
                     mean = distances["sampling/sampling_logp_difference/mean"]
@@ -684,24 +695,23 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             self._compares_engine = False
         steps, processes = self.current_gradient_accumulation_steps, self.accelerator.num_processes
         if "perturbed" in self.run.measurement.term_needs:
-            perturbed = score_perturbed_part(self.run, model, inputs, scores.mask)
+            perturbed = score_perturbed_part(self.run, model, batch, scores.mask)
             passed = replace(passed, perturbed_logps=perturbed.logps)
             if perturbed.entropies is not None:
                 passed.log("perturbed_entropy", perturbed.entropies)
         kl = None
         if self.kl.in_loss:
-            kl, metrics = self.kl.term(passed, inputs.get("reference_hidden"))
+            kl, metrics = self.kl.term(passed, batch.columns.get("reference_hidden"))
             self._log_metrics(metrics)
         if (terms := auxiliary_loss(passed, self.loss_terms, self.args, kl)) is not None:
-            items = inputs.get("num_items_in_batch")
-            loss = loss + average_as_loss(terms, passed.loss_mask, items, self.args, steps, processes)
+            loss = loss + average_as_loss(terms, passed.loss_mask, batch.num_items, self.args, steps, processes)
             self._log_metrics(passed.totals.metrics(self.accelerator.gather))
         loss = loss * weight
         if self.critic is not None:
-            self._log_metrics(self.critic.learn(inputs, scores.values, weight, steps))
+            self._log_metrics(self.critic.learn(batch, scores.values, weight, steps))
             loss = loss * (self.state.global_step >= self.args.critic_warmup)  # before it the policy stands still
-        if self.run.features.reuse_first_pass.enabled:
-            inputs.setdefault(OLD_LOGPS, passed.logps.detach())
+        if self.run.features.reuse_first_pass.enabled and batch.old_logps is None:
+            batch.old_logps = passed.logps.detach()
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -751,12 +761,12 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         with patched_attribute(self, "_rollout", rollout):
             yield rollout
 
-    def _score_rollout(self, rollout: Rollout, inputs: dict[str, Any]) -> Scores:
+    def _score_rollout(self, rollout: Rollout, batch: Batch) -> Scores:
         """Score a rollout, and set its signals."""
-        want = wanted_scores(self.run, rollout, inputs)
+        want = wanted_scores(self.run, rollout, batch)
         if self.critic is not None:
             want = replace(want, values=self.critic.head)
-        rollout.scores = scores = score(self.run, inputs, want)
+        rollout.scores = scores = score(self.run, batch, want)
         rollout.signals = make_signals(scores, rollout.generated)
         return scores
 
@@ -849,7 +859,7 @@ def keep_returned_weights(rollout: Rollout, token_weights: bool) -> None:
     missing = torch.tensor([each is None for each in returned], dtype=torch.bool)
     if token_weights:
         if rollout.signals is not None and returned:  # on all processes, whichever of them have weights
-            mask = valid_tokens(rollout.batch)
+            mask = rollout.batch.valid
             weights = stack_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)
             weights = weights.masked_fill(missing.to(mask.device).unsqueeze(1), torch.nan)
             rollout.signals.extra[REWARD_FILE_WEIGHTS] = weights
@@ -860,20 +870,20 @@ def keep_returned_weights(rollout: Rollout, token_weights: bool) -> None:
 
 def apply_token_credit(run: Run, rollout: Rollout) -> dict[str, float]:
     """Turn a rollout's advantages (N,) into (N, T) by the rules of credit; return metrics."""
-    signals = rollout.signals or build_unmeasured_signals(valid_tokens(rollout.batch).bool())
+    signals = rollout.signals or build_unmeasured_signals(rollout.batch.valid)
     rows, device = len(signals.mask), signals.mask.device
     first = run.accelerator.process_index * rows
     advantages, metrics = shape_advantages(
-        rollout.batch["advantages"],
+        cast("Tensor", rollout.batch.advantages),
         signals,
         run.args,
         shaped=rollout.with_gradient.to(device),
         groups=torch.arange(first, first + rows, device=device) // run.completions_per_prompt,
         gather=run.accelerator.gather,
-        completion_ids=rollout.batch["completion_ids"],
+        completion_ids=rollout.batch.completion_ids,
         weights_of=rollout.credit,
     )
-    rollout.batch = {**rollout.batch, "advantages": advantages}
+    rollout.batch = replace(rollout.batch, advantages=advantages)
     return metrics
 
 

@@ -27,12 +27,11 @@ from vgr_trl.patching import patched_method
 from vgr_trl.pixels import (
     IMAGE_INPUTS,
     Images,
+    RowImages,
     UnknownParts,
-    find_layout,
     fingerprint,
     image_inputs_of,
     on_device,
-    stack_images,
 )
 from vgr_trl.sharing.attention import keep_keys_unrepeated, sdpa_by_key_head
 from vgr_trl.sharing.model_support import base_of, causal_model, has_active_dropout
@@ -164,13 +163,11 @@ def _separate_images(arguments: Mapping[str, Any]) -> list[Images] | None:
     given = image_inputs_of(arguments)
     if any(isinstance(value, torch.Tensor) for name, value in arguments.items() if name not in given):
         return None
+    count = len(given.get("image_grid_thw", given.get("pixel_values", ())))
     try:
-        unit = find_layout(given).units["pixel_values"]
+        return RowImages(given, [1] * count, [1] * count).rows
     except UnknownParts:
         return None
-    patches = given["image_grid_thw"].prod(-1).tolist() if unit == "patch" else 1
-    parts = {name: value.split(patches if name == "pixel_values" else 1) for name, value in given.items()}
-    return [dict(zip(parts, image, strict=True)) for image in zip(*parts.values(), strict=True)]
 
 
 def _split_outputs(outputs: Any) -> tuple[Form, list[Features]]:
@@ -252,7 +249,7 @@ class PreprocessCache:
         one_per_row = "pixel_attention_mask" in first and not all(rows)  # which rows without images have too
         if one_per_row or first.keys() - {*IMAGE_INPUTS, *_LISTED}:
             return dict(self.plain(images, **options))
-        joined: dict[str, Any] = stack_images([image_inputs_of(row) for row in rows], one_per_row=False)
+        joined: dict[str, Any] = RowImages(None, parts=[image_inputs_of(row) for row in rows]).tensors
         for name in first.keys() - joined.keys():
             values = [row[name] for row in rows if row]
             tensors = isinstance(values[0], torch.Tensor)

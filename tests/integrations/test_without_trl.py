@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-PACKAGES = ("config", "credit", "integrations", "loss", "metrics", "pixels", "rewards", "rows", "sharing", "signals")
+PACKAGES = ("config", "credit", "integrations", "loss", "metrics", "pixels", "rewards", "batch", "sharing", "signals")
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 sys.modules["trl"] = None

@@ -4,21 +4,23 @@ from typing import Any
 
 import torch
 
+from vgr_trl.batch import Placement
 from vgr_trl.rollout import GroupSelection, Rollout
-from vgr_trl.rows import Placement
 from vgr_trl.sampling.replay import Group, cut_groups, insert_groups
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass
+from vgr_trl.trl_bridge import from_trl
 
 PAD = 9
 FAMILIES = ("qwen", "lfm2", "idefics")
 
 
 def rollout_of(batch, group=2, *, placement=None, rewards=None, advantages=None, signals=None) -> Rollout:
-    advantages = batch["advantages"] if advantages is None else advantages
+    batch = from_trl(batch)
+    advantages = batch.advantages if advantages is None else advantages
     rewards = torch.zeros(len(advantages)) if rewards is None else rewards
-    rollout = Rollout([], batch=batch, signals=signals)
-    placement = placement or Placement(len(batch["prompt_ids"]), group)
+    rollout = Rollout([], signals=signals)
+    rollout.batch, placement = batch, placement or Placement(len(batch), group)
     rollout.selection = GroupSelection(placement, rewards, rewards, advantages)
     return rollout
 

@@ -7,7 +7,7 @@ from batches import cut, draw_batch
 from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from vgr_trl.advantages import priority
-from vgr_trl.rows import Placement
+from vgr_trl.batch import Placement
 from vgr_trl.sampling.replay import Group, ReplayBuffer, deal_groups
 
 
@@ -82,10 +82,10 @@ def filled(size: int = 4, processes: int = 1) -> list[ReplayBuffer]:
 
 
 def content(found: Group) -> dict:
-    rows = found.rows
+    rows, images = found.rows, found.rows.images
     return {
-        "rewards": found.rewards.tolist(), "step": found.step, "ids": rows.columns["completion_ids"].tolist(),
-        "pixels": [images["pixel_values"].tolist() for images in rows.images], "num_images": rows.columns["num_images"],
+        "rewards": found.rewards.tolist(), "step": found.step, "ids": rows.completion_ids.tolist(),
+        "pixels": [row["pixel_values"].tolist() for row in images.rows], "num_images": images.num_images,
     }  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_any_number_of_processes_continues_from_files_that_hold_only_weights(bef
         assert (len(buffer), buffer.step) == (4, 5)
     assert sum(map(nbytes, buffers)) == nbytes(alone)
     assert all(map(nbytes, buffers)), "each holds some"
-    images = buffers[0].groups[0].rows.images
+    images = buffers[0].groups[0].rows.images.rows
     assert len({id(of_row["pixel_values"]) for of_row in images}) == 1, "images are still there once"
     for _ in range(3):
         found = [buffer.sample(3) for buffer in buffers]

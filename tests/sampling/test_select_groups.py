@@ -7,6 +7,7 @@ from datasets import concatenate_datasets
 from support.trainers import letters_reward, logged
 
 from vgr_trl.advantages import estimate_advantages
+from vgr_trl.batch import Batch
 from vgr_trl.rewards import accuracy_reward, vgr_reward
 from vgr_trl.rollout import Rollout
 from vgr_trl.sampling.zero_variance import GroupSelector, prompt_key
@@ -46,7 +47,7 @@ def on_choice(monkeypatch):
         kept, select = [], GroupSelector.select
 
         def selecting(selector, rollout, weights):
-            before = rollout.batch["advantages"]
+            before = rollout.batch.advantages
             metrics = select(selector, rollout, weights)
             kept.append(see(before, rollout))
             return metrics
@@ -153,7 +154,8 @@ def test_quantiles_are_those_of_the_first_round(make):
 
     def found(values, bounds=None):
         zeros = torch.zeros(8)
-        rollout = Rollout([], batch={"prompt_ids": zeros, "advantages": zeros})
+        rollout = Rollout([])
+        rollout.batch = Batch(*[zeros[:, None]] * 4, advantages=zeros)
         rollout.rewards = torch.tensor(values)[:, None]
         with pytest.raises(AttributeError, match=r"Rollout\.rewards is set already"):
             rollout.rewards = rollout.rewards
@@ -177,7 +179,7 @@ def test_one_deviation_divides_what_is_trained_on_whichever_round_it_came_from(m
 
     def see(before, chosen):
         rewards = torch.tensor(list(trainer._logs["rewards"]["coarse_reward"])).view(-1, 4)
-        return chosen.batch["advantages"].view(2, 4), len(chosen.replaced), rewards, list(trainer._logs["advantages"])
+        return chosen.batch.advantages.view(2, 4), len(chosen.replaced), rewards, list(trainer._logs["advantages"])
 
     seen = on_choice(see)
     trainer.train()

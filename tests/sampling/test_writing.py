@@ -11,6 +11,7 @@ from batches import FAMILIES, PAD, cut, draw_batch, draw_signals, write
 from trl.trainer.utils import split_pixel_values_by_grid
 
 from vgr_trl.errors import DataError
+from vgr_trl.trl_bridge import to_trl
 
 TOKENS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
 IMAGES = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes")
@@ -71,26 +72,26 @@ def test_every_row_keeps_what_it_has(family, images, lengths):
     batch = draw_batch(1, [1, 2, 0, 1], family=family)
     other = draw_batch(2, images, family=family, prompts=lengths[0], completions=lengths[1])
     stored = cut(other, [0, 1, 2])
-    written = write(batch, {3: stored[1], 0: stored[2]}).batch
+    written = to_trl(write(batch, {3: stored[1], 0: stored[2]}).batch)
     before, there, after = rows_as_read(batch), rows_as_read(other), rows_as_read(written)
     for row, expected in enumerate([*there[4:6], *before[2:6], *there[2:4]]):
         assert_same(after[row], expected)
     assert written["pixel_values"].dtype == torch.bfloat16
-    assert list(written) == list(batch)
+    assert written.keys() == batch.keys()
 
 
 def test_text_group_into_a_batch_of_images_and_the_other_way_round():
     text = draw_batch(1, [None, None], prompts=7, completions=3)
     images = draw_batch(2, [1, 2], family="qwen")
     assert "num_images" not in text
-    written = write(images, {0: cut(text, [1])[0]}).batch
+    written = to_trl(write(images, {0: cut(text, [1])[0]}).batch)
     assert written["num_images"] == [0, 0, 2, 2]
     after, expected = rows_as_read(written), rows_as_read(text)
     torch.testing.assert_close(after[0]["prompt"], expected[2]["prompt"])
     assert after[0]["mm_token_type_ids"].tolist() == [0] * 7
     assert_same(after[2], rows_as_read(images)[2])
 
-    written = write(text, {0: cut(images, [1])[0]}).batch
+    written = to_trl(write(text, {0: cut(images, [1])[0]}).batch)
     assert written["num_images"] == [2, 2, 0, 0]
     assert_same(rows_as_read(written)[1], rows_as_read(images)[3])
     assert rows_as_read(written)[3]["mm_token_type_ids"].tolist() == [0] * 7
@@ -105,7 +106,7 @@ def test_vllm_reference_and_tools_travel_too():
         batch["importance_sampling_ratio"] = torch.rand(mask.shape).where(mask == 1, 1.0)
         batch["tool_mask"] = torch.randint(0, 2, mask.shape).where(mask == 1, 1)
         batches.append(batch)
-    written = write(batches[0], {1: cut(batches[1], [1])[0]}).batch
+    written = to_trl(write(batches[0], {1: cut(batches[1], [1])[0]}).batch)
     assert_same(rows_as_read(written)[2], rows_as_read(batches[1])[2])
     assert_same(rows_as_read(written)[0], rows_as_read(batches[0])[0])
     outside = written["importance_sampling_ratio"][written["completion_mask"] == 0]
@@ -134,7 +135,7 @@ def test_signals_travel_with_their_rows():
     assert write(batch, {0: stored}).signals is None
     on_policy = {name: value for name, value in other.items() if name != TOKENS[0]}
     (measured,) = cut(on_policy, [1], signals=others)
-    assert torch.equal(measured.rows.columns[TOKENS[0]], others.logps[2:, : measured.rows.completion_length])
+    assert torch.equal(measured.rows.old_logps, others.logps[2:, : measured.rows.length])
 
 
 def test_what_cannot_be_cut_into_rows():

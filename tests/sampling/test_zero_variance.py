@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 
 from vgr_trl.advantages import estimate_advantages, group_spread
-from vgr_trl.rows import Placement
+from vgr_trl.batch import Placement
 from vgr_trl.sampling.zero_variance import FurtherPrompts, ZeroVarianceStreak, filter_index, filtered_groups, prompt_key
 
 NAN = float("nan")

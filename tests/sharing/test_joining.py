@@ -22,9 +22,9 @@ SMALL = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
 def passes_of(trainer):
     rows, plain = [], trainer._loss_of_part
 
-    def count(model, inputs, weight=1.0):
-        rows.append(len(inputs["prompt_ids"]))
-        return plain(model, inputs, weight)
+    def count(model, batch, weight=1.0):
+        rows.append(len(batch))
+        return plain(model, batch, weight)
 
     trainer._loss_of_part = count
     return rows
@@ -169,9 +169,9 @@ def test_passes_of_a_trainer_grow_to_whole_groups(vision, image_rows, tmp_path, 
     trainer.rows_per_pass.memory = UpdateMemory(trainer.accelerator.device, trainer.accelerator.gather)
     found, plain = passes_of(trainer), trainer._loss_of_part
     with simulated_device(monkeypatch, 10**9, 1000, 0, 1) as device:
-        trainer._loss_of_part = lambda model, inputs, weight=1.0: (
-            device.compute(inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()),
-            plain(model, inputs, weight),
+        trainer._loss_of_part = lambda model, batch, weight=1.0: (
+            device.compute(batch.ids.numel()),
+            plain(model, batch, weight),
         )[1]
         trainer.train()
     assert found[:8] == [1] * 8

@@ -14,6 +14,7 @@ from vgr_trl.sharing import share_prompts
 from vgr_trl.signals import AttentionProbe, RolloutScorer
 from vgr_trl.signals.probe import SimilarityProbe, cosine_similarity
 from vgr_trl.signals.scoring import Want
+from vgr_trl.trl_bridge import from_scoring
 
 # InternVL's random model is very sure of itself; the linear attention of Qwen3.5 computes in blocks.
 LOGPS = {"internvl": 2e-5, "qwen3_5": 2e-5}
@@ -172,8 +173,8 @@ def test_completions_do_not_see_their_future(paligemma, text_trainer):
             model, ids, mask, 12, batch_size=3, token_type_ids=torch.zeros_like(ids), **inputs
         )
     assert (logps - expected)[mask[:, -12:].bool()].abs().max() < 1e-5
-    given = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": 12, "token_type_ids": torch.zeros_like(ids)}
-    logps = run_pass.score(trainer.run, given | inputs, Want(), model).logps  # as rewards and views are scored
+    given = from_scoring(ids, mask, 12, {"token_type_ids": torch.zeros_like(ids), **inputs})
+    logps = run_pass.score(trainer.run, given, Want(), model).logps  # as rewards and views are scored
     assert (logps - expected)[mask[:, -12:].bool()].abs().max() < 1e-5
 
 

@@ -14,12 +14,13 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from trl import GRPOConfig, GRPOTrainer
 
 from vgr_trl import trainer as trainer_module
+from vgr_trl.batch import Batch
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import prepare_rows
 from vgr_trl.passes import run_pass
 from vgr_trl.patching import patched_attribute
-from vgr_trl.rows import scoring_inputs
 from vgr_trl.trainer import DAPOTrainer
+from vgr_trl.trl_bridge import from_trl
 from vgr_trl.views import perturbed_pass
 
 OPTIONS = {
@@ -107,10 +108,8 @@ def begin(trainer, rows=8):
 
 def emitted(model, inputs, output="logits"):
     """What a plain pass over a rollout batch gives where completion tokens are emitted, (N, T, …)."""
-    given = scoring_inputs(inputs)
-    length = given.pop("logits_to_keep")
-    given.pop("num_images")
-    return getattr(model(**given), output)[:, -length - 1 : -1]
+    batch = inputs if isinstance(inputs, Batch) else from_trl(inputs)
+    return getattr(model(**batch.model_inputs), output)[:, batch.width - 1 : -1]
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,8 +10,8 @@ from support.trainers import BIG_STEPS, begin, emitted, prompts, train_file, wei
 from support.vllm import expanded, in_place_of_vllm
 from test_turns import rollout_of
 
+from vgr_trl.batch import pad_rows
 from vgr_trl.patches.vllm import plan_unexpanded_prompts
-from vgr_trl.rows import pad_rows
 
 
 @pytest.mark.parametrize("which", ["all", "prompt", "tools"])
@@ -28,13 +29,13 @@ def test_dependency_on_some_of_the_images(make, which):
     flat = [image for _, of_row in sorted(rollout.perturbed_images.items()) for image in of_row]
     pixels = trainer.processing_class.image_processor(images=flat, return_tensors="pt")["pixel_values"]
     with torch.no_grad():
-        logits = emitted(trainer.model, batch | {"pixel_values": pixels})
-        logps = logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+        logits = emitted(trainer.model, replace(batch, images=batch.images.with_pixels(pixels)))
+        logps = logits.log_softmax(-1).gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)
     change = logps - rollout.signals.logps
     assert torch.allclose(rollout.changes[mask], change[mask], atol=1e-5)
     if which == "tools":
         assert dependency[0].isnan().all(), "no tool was called"
-        first = int((batch["tool_mask"][2] == 0).nonzero()[0])
+        first = int((batch.own[2] == 0).nonzero()[0])
         assert dependency[2, :first].abs().max() < 1e-9 < dependency[2][mask[2]].max()
     else:
         assert not dependency[mask].isnan().any()

@@ -14,8 +14,8 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from trl.chat_template_utils import qwen3_template
 
 from vgr_trl.errors import DataError
-from vgr_trl.rows import scoring_inputs
 from vgr_trl.trainer import DAPOTrainer
+from vgr_trl.trl_bridge import to_scoring
 
 SIZE = {"height": 16, "width": 16}
 SHORT = {"size": {"shortest_edge": 16}, "crop_size": SIZE}
@@ -65,8 +65,8 @@ def whole_rows(trainer, rollout):
     made, batch = trainer.processing_class, rollout.batch
     run = rf"{re.escape(made.full_image_sequence)}" if hasattr(made, "full_image_sequence") else None
     for row, images in enumerate(rollout.turns.images):
-        ids = torch.cat([batch["prompt_ids"][row], batch["completion_ids"][row]])
-        mask = torch.cat([batch["prompt_mask"][row], batch["completion_mask"][row]]).bool()
+        ids = batch.ids[row]
+        mask = batch.model_inputs["attention_mask"][row].bool()
         text = made.tokenizer.decode(ids[mask])
         if run is None:
             token = re.escape(made.image_token)
@@ -94,22 +94,22 @@ def test_rows_with_images_of_tools_are_the_processors(make, name):
     assert rollout.signals.attention.seen_vision is not None
     batch = rollout.batch
     with torch.no_grad():  # as `_compute_loss` does
-        inputs = scoring_inputs(batch)
+        inputs = to_scoring(batch)
         again, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, batch_size=3, **inputs)
     pixels = []
     for row, (ids, mask, whole) in enumerate(whole_rows(trainer, rollout)):
         assert ids.tolist() == whole["input_ids"][0].tolist()
         pixels.append(whole["pixel_values"])
         if "token_type_ids" in whole:
-            assert batch["token_type_ids"][row][mask].tolist() == whole["token_type_ids"][0].tolist()
+            assert batch.columns["token_type_ids"][row][mask].tolist() == whole["token_type_ids"][0].tolist()
         with torch.no_grad():
             logits = trainer.model(**{key: value for key, value in whole.items() if key != "num_crops"}).logits[0, :-1]
         logps = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
         own = rollout.signals.mask[row]
-        expected = logps[-int(batch["completion_mask"][row].sum()) :][own[batch["completion_mask"][row].bool()]]
+        expected = logps[-int(batch.completion_mask[row].sum()) :][own[batch.completion_mask[row].bool()]]
         assert torch.allclose(rollout.signals.logps[row][own], expected, atol=2e-5)
         assert torch.allclose(again[row][own], expected, atol=2e-5)
-    assert torch.equal(batch["pixel_values"], torch.cat(pixels))
+    assert torch.equal(batch.images.tensors["pixel_values"], torch.cat(pixels))
     trainer.train()
     assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["grad_norm"]))
 

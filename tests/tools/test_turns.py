@@ -8,7 +8,6 @@ from support.trainers import begin, tiny_model
 
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.reporting.records import read_run
-from vgr_trl.rows import scoring_inputs
 from vgr_trl.signals.ratios import token_vision_gain_ratio
 
 REFUSED = [
@@ -33,12 +32,11 @@ def test_three_turns_by_hand(make, model_folder):
     trainer = make(reward, signals=["similarity"])
     rollout = rollout_of(trainer)
     signals, batch, row = rollout.signals, rollout.batch, 2
-    prompt, length = batch["prompt_ids"].size(1), batch["completion_ids"].size(1)
-    inputs = scoring_inputs(batch)
+    prompt, length, inputs = batch.width, batch.length, batch.model_inputs
     ids = inputs["input_ids"][row].tolist()
     tokenizer = trainer.processing_class.tokenizer
     first, second = (f"{call('look', wide=wide)}<|im_end|>the circle is " for wide in (56, 112))
-    written = tokenizer.decode(batch["completion_ids"][row][signals.mask[row]])
+    written = tokenizer.decode(batch.completion_ids[row][signals.mask[row]])
     assert written == f"green {first}{second}<answer>C</answer><|im_end|>"
     own = [False] * prompt + signals.mask[row].tolist()
     special, image = set(tokenizer.all_special_ids), tokenizer.convert_tokens_to_ids("<|image_pad|>")
@@ -54,9 +52,8 @@ def test_three_turns_by_hand(make, model_folder):
 
     model = tiny_model(model_folder)
     model.set_attn_implementation("eager")
-    given = {name: value for name, value in inputs.items() if name not in ("logits_to_keep", "num_images")}
     with torch.no_grad():
-        outputs = model(**given, output_attentions=True, output_hidden_states=True)
+        outputs = model(**inputs, output_attentions=True, output_hidden_states=True)
     late = outputs.attentions[2][row].mean(0)  # (S, S); the late third of three layers is the last
     queries = [prompt + at - 1 for at in range(length) if own[prompt + at]]
     to_image, to_text = (late[queries][:, torch.tensor(keys)].sum(1) for keys in (vision, text))

@@ -6,9 +6,8 @@ from support.trainers import BIG_STEPS, begin, config, emitted, letters_reward, 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.pixels import split_images
-from vgr_trl.rows import OLD_LOGPS, valid_tokens
 from vgr_trl.trainer import DAPOTrainer
+from vgr_trl.trl_bridge import OLD_LOGPS, from_trl
 
 
 def test_prompts_are_computed_once_where_completions_hold_images(make, model_folder):
@@ -103,13 +102,13 @@ def test_replayed_groups_have_their_turns_and_images(make, changed):
     batch = trainer._generate_and_score_completions(first)
     assert trainer.newest_metrics()["replay/replaced_fraction"] == 1
     assert {tuple(ids) for ids in batch["tool_mask"].tolist()} == {tuple(ids) for ids in stored["tool_mask"].tolist()}
-    counts = [len(images["image_grid_thw"]) for images in split_images(batch, 8)[0]]
+    counts = [len(images["image_grid_thw"]) for images in from_trl(batch).images.rows]
     assert sorted(counts) == sorted([1, 2, 3, 2] * 2)
     assert counts == batch["num_images"]
     with torch.no_grad():
         logits = emitted(trainer.model, batch) / trainer.temperature
     expected = logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
-    mask = valid_tokens(batch).bool()
+    mask = from_trl(batch).valid
     assert torch.allclose(batch[OLD_LOGPS][mask], expected[mask], atol=1e-5)
     assert int(batch["num_items_in_batch"]) == int(mask.sum())
 

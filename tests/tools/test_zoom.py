@@ -9,9 +9,9 @@ from support.trainers import tiny_model
 from test_turns import rollout_of
 from trl.chat_template_utils import qwen3_vl_chat_template
 
+from vgr_trl.batch import Turns
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.rewards.loading import load_reward
-from vgr_trl.rows import Turns
 from vgr_trl.tools import LookAgain, Zoom, load_environment
 from vgr_trl.views.perturbed_pass import perturb_turns
 
@@ -89,10 +89,10 @@ def test_a_part_of_a_perturbed_image():
     part, other = environment.zoom([0, 0.5, 0.5, 1])[0]["image"], Image.new("RGB", (9, 9), (200, 200, 200))
     turns = Turns([[1]], [[image, part, other]], [[part, other]], {})
     noisy = lambda images, **kwargs: [Image.effect_noise(each.size, 80).convert("RGB") for each in images]  # noqa: E731
-    ((whole, again, beside),) = perturb_turns(turns, [0], "all", noisy)
+    ((whole, again, beside),) = perturb_turns(turns, [0], [0], "all", noisy)
     assert again.tobytes() == whole.crop((0, 50, 50, 100)).tobytes() != part.tobytes()
     assert beside.tobytes() != other.tobytes()
-    ((same, alone, _),) = perturb_turns(turns, [0], "tools", darken)
+    ((same, alone, _),) = perturb_turns(turns, [0], [0], "tools", darken)
     assert (same.tobytes(), alone.getpixel((3, 3))) == (image.tobytes(), tuple(v // 2 for v in part.getpixel((3, 3))))
 
 
@@ -134,10 +134,10 @@ def test_the_template_of_qwen3_vl(make, model_folder, monkeypatch):
     deal = partial(deal_turns, asked=lambda place, turn: call("zoom", box=box))
     trainer = make(model=model, environment_factory=Zoom, deal=deal, token_weights=True)
     rollout = rollout_of(trainer)
-    ids, mask, decode = rollout.batch["completion_ids"][2], rollout.signals.mask[2], trainer._tokenizer.decode
+    ids, mask, decode = rollout.batch.completion_ids[2], rollout.signals.mask[2], trainer._tokenizer.decode
     turn, end = call("zoom", box=box), "<|im_end|>"
     assert decode(ids[mask]) == f"green {turn}{end}the circle is {turn}{end}the circle is <answer>C</answer>{end}"
-    added = decode(ids[~mask & rollout.batch["completion_mask"][2].bool()])
+    added = decode(ids[~mask & rollout.batch.completion_mask[2].bool()])
     assert re.sub(r"(<\|image_pad\|>)+", "<image>", added) == 2 * (
         "\n<|im_start|>user\n<tool_response>\n<|vision_start|><image><|vision_end|>\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"

@@ -15,11 +15,11 @@ from support.models.tiny_questions import made_vision
 from support.trainers import begin, config, letters_reward, logged, prompts, train_file, vision_trainer
 from support.vllm import Engine, engine_in_place_of_vllm
 
+from vgr_trl.batch import pad_rows
 from vgr_trl.errors import EngineError
 from vgr_trl.passes import run_pass
 from vgr_trl.patching import patched_attribute, patched_attributes
 from vgr_trl.rollout_checks import EngineCheck, engine_distance
-from vgr_trl.rows import pad_rows
 from vgr_trl.trainer import DAPOTrainer
 
 OPTIONS = {
@@ -269,7 +269,7 @@ def test_every_engine_that_returns_log_probabilities_is_compared(model_folder, q
         distances = logged(trainer, "engine/distance")
         assert len(distances) == 2
         assert max(distances) < 1e-5
-    assert [len(call.args[1]["input_ids"]) for call in score.call_args_list] == [4, 4]
+    assert [len(call.args[1]) for call in score.call_args_list] == [4, 4]
 
 
 def wrong_in_the_second_process(model_folder, rows):

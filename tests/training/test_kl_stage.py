@@ -9,8 +9,8 @@ from support.trainers import begin, emitted, logged, scored_passes, weights
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.loss.kl import PENALTY, FullKL
-from vgr_trl.rows import valid_tokens
 from vgr_trl.run import read_facts
+from vgr_trl.trl_bridge import from_trl
 from vgr_trl.validate.options import refuse_unfit_options
 
 
@@ -30,7 +30,7 @@ def test_the_gradient_of_the_loss_is_that_of_the_kind(make, kind, slope):
     inputs["ref_per_token_logps"] = logps_by_hand(trainer.model, inputs) - math.log(2)
     with scored_passes(trainer) as scored:
         trainer._compute_loss(trainer.model, inputs).backward()
-    mask = valid_tokens(inputs)
+    mask = from_trl(inputs).valid
     expected = mask * 0.5 * slope / inputs["num_items_in_batch"].item()
     assert torch.allclose(scored[0].grad * mask, expected, rtol=1e-4, atol=1e-9)
     value = {"kl": math.log(2), "abs": math.log(2), "mse": math.log(2) ** 2 / 2, "low_var_kl": math.log(2) - 0.5}[kind]
@@ -90,11 +90,11 @@ def test_over_all_words_in_the_loss(make, adapter):
         theirs = emitted(trainer.ref_model or trainer.model, inputs)
     ours = emitted(trainer.model, inputs)
     logps, reference_logps = ((logits / 0.7).log_softmax(-1) for logits in (ours, theirs))
-    kl = (logps.exp() * (logps - reference_logps)).sum(-1) * valid_tokens(inputs)
+    kl = (logps.exp() * (logps - reference_logps)).sum(-1) * from_trl(inputs).valid
     values = {name: value for name, value in trainer.model.named_parameters() if value.requires_grad}
     expected = torch.autograd.grad(0.5 * kl.sum() / inputs["num_items_in_batch"], values.values(), allow_unused=True)
     trainer._compute_loss(trainer.model, inputs).backward()
-    mean = kl.sum() / valid_tokens(inputs).sum()
+    mean = kl.sum() / from_trl(inputs).valid.sum()
     assert trainer._metrics["train"]["kl/mean"] == [pytest.approx(mean.item(), rel=1e-4)]
     assert kl.sum() > 0.01
     pairs = [(name, values[name].grad, grad) for name, grad in zip(values, expected, strict=True) if grad is not None]

@@ -4,7 +4,7 @@ from support.trainers import begin, scored_passes
 
 from vgr_trl.errors import DataError
 from vgr_trl.loss.terms import average_as_loss
-from vgr_trl.rows import valid_tokens
+from vgr_trl.trl_bridge import from_trl
 
 
 def micro_batches(trainer):
@@ -20,7 +20,7 @@ def test_terms_are_averaged_as_trl_averages_its_loss(make, loss_type):
     trainer = make(loss_type=loss_type)
     for inputs in micro_batches(trainer):
         inputs["completion_mask"][0, 3:] = 0  # completions of different lengths
-        mask = valid_tokens(inputs)
+        mask = from_trl(inputs).valid
         inputs["advantages"] = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
         with scored_passes(trainer) as scored:
             loss = trainer._compute_loss(trainer.model, inputs)
@@ -82,7 +82,7 @@ def test_gradients_of_the_entropy_penalty_and_of_the_perception_loss_through_bot
     inputs["advantages"] = torch.zeros_like(inputs["advantages"])
     with scored_passes(trainer) as scored:
         trainer._compute_loss(trainer.model, inputs).backward()
-    mask = valid_tokens(inputs).bool()
+    mask = from_trl(inputs).valid
     logps, perturbed = scored
     tokens = inputs["num_items_in_batch"].item()
     slope = 0.5 * ((perturbed - logps).detach().exp() - 1)[mask]
@@ -113,7 +113,7 @@ def test_a_term_of_ones_own_gets_hidden_states_and_both_images_and_its_gradient_
     with scored_passes(trainer) as scored:
         trainer._compute_loss(trainer.model, inputs).backward()
     logps, perturbed = scored
-    mask, difference = valid_tokens(inputs).bool(), (logps - perturbed).detach()
+    mask, difference = from_trl(inputs).valid, (logps - perturbed).detach()
     expected = difference[mask] / inputs["num_items_in_batch"].item()
     assert torch.allclose(logps.grad[mask], expected, atol=1e-8)
     assert torch.allclose(perturbed.grad[mask], -expected, atol=1e-8)

@@ -48,7 +48,7 @@ def noted_passes(monkeypatch):
 def asked_without_images(run, rollout):
     """(N, T) log-probabilities, each row alone: its text, tokenized without the image, and its completion."""
     rows = []
-    for messages, completion in zip(rollout.messages, rollout.batch["completion_ids"], strict=True):
+    for messages, completion in zip(rollout.messages, rollout.batch.completion_ids, strict=True):
         text = [
             {"role": message["role"], "content": [part for part in message["content"] if part["type"] == "text"]}
             for message in messages
@@ -85,16 +85,15 @@ def test_the_question_without_its_image(share, over, vision_trainer, monkeypatch
     kept = columns_to_signals(signals_to_columns(signals))  # as in the replay buffer
     assert torch.equal(kept.views["gaussian_blur"], blurred)
     perturbed = passes[-1]
-    assert perturbed["num_images"] == [0] * 8 + [1] * 8
+    assert perturbed.images.num_images == [0] * 8 + [1] * 8
     image = run.processing_class.tokenizer.convert_tokens_to_ids(run.processing_class.image_token)
-    assert (perturbed["input_ids"] == image).any(1).tolist() == [False] * 8 + [True] * 8
+    assert (perturbed.ids == image).any(1).tolist() == [False] * 8 + [True] * 8
 
 
-def logits_of(run, inputs):
-    names = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw", "mm_token_type_ids")
+def logits_of(run, batch):
     with torch.no_grad():
-        logits = run.model(**{name: inputs[name] for name in names if name in inputs}).logits
-    return logits[:, -inputs["logits_to_keep"] - 1 : -1].float() / run.temperature
+        logits = run.model(**batch.model_inputs).logits
+    return logits[:, batch.width - 1 : -1].float() / run.temperature
 
 
 @pytest.mark.parametrize("changed", [{"signals": ["jsd"]}, FULL | BLURRED])
@@ -119,7 +118,7 @@ def test_completions_behind_perturbed_images_of_their_own(vision_trainer, monkey
     """Prompts of a group are then alike in tokens alone, so none is shared in that pass: as without sharing."""
     options = {"max_steps": 1, "credit_rules": ["trajectory_scale"], "perturb_per": "completion", "learning_rate": 0.0}
     shared, plain = (rollout_of(vision_trainer(**options, share_prompts=share), monkeypatch) for share in ("on", "off"))
-    assert torch.equal(shared.batch["completion_ids"], plain.batch["completion_ids"])
+    assert torch.equal(shared.batch.completion_ids, plain.batch.completion_ids)
     valid = plain.signals.mask.bool()
     assert torch.allclose(shared.signals.dependency[valid], plain.signals.dependency[valid], rtol=1e-3, atol=1e-7)
     assert len({image.tobytes() for (image,) in shared.perturbed_images.values()}) == len(valid)
@@ -151,7 +150,7 @@ def asked_with_images(run, rollout, view):
     And of the rows with a view those of all tokens, (T, vocabulary) each.
     """
     rows, every, processor = [], [], run.processing_class
-    for messages, row, completion in zip(rollout.messages, rollout.rows, rollout.batch["completion_ids"], strict=True):
+    for messages, row, completion in zip(rollout.messages, rollout.rows, rollout.batch.completion_ids, strict=True):
         own = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
         if (seen := view(own, row, seed=0)) is None:
             rows.append(torch.full(completion.shape, torch.nan, dtype=torch.float64))
@@ -194,9 +193,8 @@ def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_f
     rollout = rollout_of(run, monkeypatch, lambda: passes.append(None))
     passes.pop()
     signals, valid = rollout.signals, rollout.signals.mask.bool()
-    inputs, patches = passes[-1], passes[-1]["image_grid_thw"].prod(-1)
-    length, width = inputs["logits_to_keep"], inputs["input_ids"].size(1)
-    limit = 2 * (width - length) + 8 * length if share == "on" else 8 * width
+    batch, patches = passes[-1], passes[-1].images.tensors["image_grid_thw"].prod(-1)
+    limit = 2 * batch.width + 8 * batch.length if share == "on" else 8 * (batch.width + batch.length)
     assert 0 < computed["tokens"] <= 1.1 * limit
     assert computed["patches"] == patches.sum() / (4 if share == "on" else 1)  # each prompt's once
     expected, every = asked_with_images(run, rollout, closer)
@@ -205,7 +203,7 @@ def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_f
     assert expected.isnan().any(1).tolist() == [False] * 4 + [True] * 4
     assert torch.allclose(seen.double()[valid], expected[valid], atol=1e-6, equal_nan=True)
     assert (seen - signals.logps)[:4][valid[:4]].abs().max() > 1e-4
-    assert inputs["num_images"] == [2] * 4 + [1] * 4
+    assert batch.images.num_images == [2] * 4 + [1] * 4
     assert set(rollout.teacher_images) == set(range(4))
     (record,) = read_run(run.args.output_dir).records()  # of two prompts, the first with a teacher
     taught, alone = record.completions[0], record.completions[-1]
@@ -252,7 +250,7 @@ def test_the_reference_teaches(adapts, closer, vision_trainer, model_folder, mon
         (expected, _), valid = asked_with_images(run, rollout, closer), rollout.signals.mask.bool()
         teacher = rollout.signals.views["teacher"].double()
         assert torch.allclose(teacher[valid], expected[valid], atol=1e-5, equal_nan=True)
-    assert "ref_per_token_logps" not in seen[0].batch
+    assert "reference_logps" not in seen[0].batch.columns
 
 
 @pytest.mark.parametrize(
@@ -295,7 +293,7 @@ def test_gradients_of_the_divergence_from_a_teacher(
     mixture = (p + q) / 2
     kl = lambda one, other: (one * (one / other).log()).sum(1)  # noqa: E731
     formula = {"forward": kl(p, q), "reverse": kl(q, p), "jensen_shannon": (kl(p, mixture) + kl(q, mixture)) / 2}
-    tokens = batch["completion_ids"][known].unsqueeze(1)
+    tokens = batch.completion_ids[known].unsqueeze(1)
     gap = teacher.gather(1, tokens) - logps.gather(1, tokens)
     loss = 0.5 * formula[kind].sum() + 0.2 * ((5 * gap).sigmoid().detach() * gap).sum()
     (loss / valid.sum()).backward()

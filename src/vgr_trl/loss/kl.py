@@ -280,7 +280,7 @@ class KLControl(SavedState):
         """Add the reference's hidden states to the batch of a scored rollout, if the full KL in the loss needs them."""
         if self.args.has_kl_loss and rollout.reference is not None and rollout.reference.hidden is not None:
             hidden = rollout.reference.hidden.transpose(1, 2).contiguous()  # (N, D, T)
-            rollout.batch = {**rollout.batch, "reference_hidden": hidden}
+            rollout.batch = rollout.batch.with_columns(reference_hidden=hidden)
 
     def term(self, passed: TermInputs, reference_hidden: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """Return the KL loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics.

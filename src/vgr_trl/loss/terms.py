@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from vgr_trl.batch import Batch
 from vgr_trl.config import PER_WINDOW, LossOptions
 from vgr_trl.errors import DataError
 from vgr_trl.metrics.step_metrics import Totals
@@ -171,9 +172,9 @@ class TermInputs:
 
 @dataclass
 class LossPass:
-    """A micro-batch of TRL while its loss is computed; scores and inputs of terms once its training pass has run."""
+    """A micro-batch while its loss is computed; scores and inputs of terms once its training pass has run."""
 
-    batch: Mapping[str, Any]
+    batch: Batch
     scores: Scores | None = None
     passed: TermInputs | None = None
 

@@ -5,14 +5,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainerCallback
 
-from vgr_trl.rows import valid_tokens
+from vgr_trl.batch import Batch
 
 if TYPE_CHECKING:
     from vgr_trl.dapo_config import DAPOConfig
@@ -78,7 +78,7 @@ class StepMetrics:
 
     def measure(
         self,
-        inputs: Mapping[str, Any],
+        batch: Batch,
         logps: Tensor,
         trl_metrics: MutableMapping[str, list[float]],
         loss_mask: Tensor | None = None,
@@ -89,29 +89,29 @@ class StepMetrics:
         `approx_kl` estimates KL(old policy ‖ policy) by `k3` of the tokens, which the old policy sampled.
 
         Args:
-            inputs: inputs of the loss, N rows.
+            batch: the micro-batch, N rows.
             logps: (N, T), log-probabilities of the training pass.
             trl_metrics: TRL's metrics. Unscored tokens add 0 to its newest means over valid tokens; these become means
                 over tokens with loss, NaN without such tokens.
             loss_mask: (N, T) bool, tokens with loss; None: all valid tokens, in a pass over all rows.
             rows_run: rows of the pass, if `loss_mask` is given.
         """
-        logps, mask = logps.detach(), valid_tokens(inputs)  # (N, T)
+        logps, mask = logps.detach(), batch.valid  # (N, T)
         rows_run, loss_mask = (len(mask), mask) if loss_mask is None else (rows_run, loss_mask)
-        old_logps = inputs.get("old_per_token_logps", logps)  # TRL omits them on-policy
+        old_logps = logps if batch.old_logps is None else batch.old_logps
         log_ratio = (logps - old_logps).float() * loss_mask
         counts = {
             "kl": k3(log_ratio).sum(),
             "valid": mask.sum(),
             "scored": loss_mask.sum(),
-            "tokens": inputs["prompt_mask"].sum() + inputs["completion_mask"].sum(),
+            "tokens": batch.prompt_mask.sum() + batch.completion_mask.sum(),
             "rows": len(mask),
             "rows run": rows_run,
             "replaced": self.rows_replaced,
         }
         self.rows_replaced = 0
         is_vespo = self._args.loss_type == "vespo"
-        counts["phi"], counts["weighed"] = self._sum_phi(inputs, log_ratio, mask, loss_mask) if is_vespo else (0, 0)
+        counts["phi"], counts["weighed"] = self._sum_phi(batch, log_ratio, mask, loss_mask) if is_vespo else (0, 0)
         local = torch.stack([torch.as_tensor(count, device=logps.device).float() for count in counts.values()])
         totals = self._accelerator.reduce(local, reduction="sum").tolist()
         total = dict(zip(counts, totals, strict=True))
@@ -133,14 +133,12 @@ class StepMetrics:
         weigh_by_tokens(metrics, (_PHI,), self._tokens["weighed"])
         self._tokens = {name: [] for name in self._tokens}
 
-    def _sum_phi(
-        self, inputs: Mapping[str, Any], log_ratio: Tensor, mask: Tensor, loss_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _sum_phi(self, batch: Batch, log_ratio: Tensor, mask: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return sum and count of `vespo`'s weights over completions with loss, or over tokens if each has a weight."""
         from trl import GRPOTrainer
 
-        advantages = inputs["advantages"].reshape(len(mask), -1)
-        args, ratio = self._args, inputs.get("importance_sampling_ratio")
+        advantages = cast("Tensor", batch.advantages).reshape(len(mask), -1)
+        args, ratio = self._args, batch.columns.get("engine_ratio")
         bounds = args.vespo_k_pos, args.vespo_lambda_pos, args.vespo_k_neg, args.vespo_lambda_neg
         phi = GRPOTrainer.get_gamma_weights(advantages, log_ratio, mask, ratio, *bounds)
         where = loss_mask if phi.size(1) > 1 else loss_mask.any(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Order the rows of a rollout, join micro-batches into passes of whole groups, and cut passes that exceed the memory.
+"""Join micro-batches into passes of whole groups, and cut passes that exceed the memory.
 
 Joining multiplies `per_device_train_batch_size` and divides `gradient_accumulation_steps` and `steps_per_generation` by
 one number, so rollouts, their order and optimizer steps stay the same. `loss_in_parts` cuts passes that exceed the
@@ -6,26 +6,22 @@ memory.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 
+from vgr_trl.batch import Batch
 from vgr_trl.config import PER_WINDOW
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.passes.run_pass import Extent, Skipping, count_positions, pack_rows
 from vgr_trl.patching import patched_attribute
-from vgr_trl.pixels import IMAGE_INPUTS, take_entries
-from vgr_trl.rows import OLD_LOGPS, take_rows, valid_tokens
 from vgr_trl.run import Features, Run
-from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.sharing.prefix_split import find_groups, first_rows, is_image_token, sort_by_group
+from vgr_trl.sharing.prefix_split import find_groups
 
 
 @dataclass
@@ -177,26 +173,26 @@ def describe_spread_groups(args: DAPOConfig, num_generations: int, processes: in
     return f" {problem}, and each computes its prompt; whole with {' or '.join(cures)}."
 
 
-Loss = Callable[..., Tensor]  # TRL's `_compute_loss` of a model and inputs, times a weight
+Loss = Callable[..., Tensor]  # TRL's loss of a model and a batch, times a weight
 
 
-def loss_in_parts(run: Run, limits: RowsPerPass, model: nn.Module, inputs: dict[str, Any], compute: Loss) -> Tensor:
+def loss_in_parts(run: Run, limits: RowsPerPass, model: nn.Module, batch: Batch, compute: Loss) -> Tensor:
     """Back-propagate all parts of a micro-batch but the last; return the total loss.
 
     Args:
         run: options and processes.
         limits: limits of the rows of a pass.
         model: argument of TRL's `_compute_loss`.
-        inputs: the other one; old log-probabilities that the parts have given are added to it.
+        batch: the micro-batch; old log-probabilities that the parts have given are added to it.
         compute: returns the loss of a part, and leaves its gradient to be computed.
     """
-    parts, old_logps, accelerator = _split_rows(run, limits, inputs), list[Tensor](), run.accelerator
+    parts, old_logps, accelerator = _split_rows(run, limits, batch), list[Tensor](), run.accelerator
     if len(parts) == 1:
-        return compute(model, inputs)
+        return compute(model, batch)
     before: Tensor | float = 0.0
     for rows in parts:
-        part = take_rows(inputs, rows)
-        weight = _weigh_part(part, inputs, run.args.loss_type)
+        part = batch.take(rows)
+        weight = _weigh_part(part, batch, run.args.loss_type)
         is_last = rows is parts[-1]
         with nullcontext() if is_last else _accumulate(accelerator, model):
             loss = compute(model, part, weight)
@@ -204,10 +200,10 @@ def loss_in_parts(run: Run, limits: RowsPerPass, model: nn.Module, inputs: dict[
                 deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
                 accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
                 before = before + loss.detach()
-        if OLD_LOGPS in part and OLD_LOGPS not in inputs:
-            old_logps.append(part[OLD_LOGPS])
+        if batch.old_logps is None and part.old_logps is not None:
+            old_logps.append(part.old_logps)
     if old_logps:
-        inputs[OLD_LOGPS] = torch.cat(old_logps)
+        batch.old_logps = torch.cat(old_logps)
     return loss + before
 
 
@@ -218,17 +214,17 @@ def _accumulate(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _split_rows(run: Run, limits: RowsPerPass, inputs: dict[str, Any]) -> list[list[int]]:
+def _split_rows(run: Run, limits: RowsPerPass, batch: Batch) -> list[list[int]]:
     """Return the rows of each part, the same on every process: TRL gathers metrics of rows after each."""
-    count, accelerator = len(inputs["prompt_ids"]), run.accelerator
+    count, accelerator = len(batch), run.accelerator
     memory, budget = limits.memory, run.args.max_tokens_per_micro_batch
     if budget is None and memory is None and (limits.most or count) >= count:
         return [[*range(count)]]
     if memory is not None:
         memory.begin_pass()
     shares = run.features.share_training.enabled
-    groups = find_groups(inputs["prompt_ids"], inputs["prompt_mask"]) if shares else range(count)
-    mine = torch.tensor(Skipping(run.features).extents(inputs, groups), device=accelerator.device)
+    groups = find_groups(batch.prompt_ids, batch.prompt_mask) if shares else range(count)
+    mine = torch.tensor(Skipping(run.features).extents(batch, groups), device=accelerator.device)
     of_all = [[Extent(*row) for row in rows] for rows in accelerator.gather(mine).view(-1, count, 3).tolist()]
 
     def load(rows: Sequence[int]) -> float:
@@ -244,55 +240,11 @@ def _split_rows(run: Run, limits: RowsPerPass, inputs: dict[str, Any]) -> list[l
     return parts
 
 
-def _weigh_part(part: dict[str, Any], inputs: dict[str, Any], loss_type: str) -> float:
+def _weigh_part(part: Batch, batch: Batch, loss_type: str) -> float:
     """Return the weight of a part's mean loss in the mean of the micro-batch."""
     if loss_type in PER_WINDOW:
         return 1.0
     if loss_type == "bnpo":
-        tokens, of_all = (float(valid_tokens(batch).sum().clamp(min=1)) for batch in (part, inputs))
+        tokens, of_all = (float(each.valid.sum().clamp(min=1)) for each in (part, batch))
         return tokens / of_all
-    return len(part["prompt_ids"]) / len(inputs["prompt_ids"])
-
-
-def plan_shuffle(run: Run) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """Return a replacement for TRL's `shuffle_sequence_dict`, or None."""
-    if not run.features.regroup.enabled:
-        return None
-    is_image = partial(is_image_token, config=causal_model(run.model).config) if run.facts.has_tools else None
-    return partial(shuffle_whole_groups, is_image=is_image)
-
-
-def shuffle_whole_groups(batch: dict[str, Any], is_image: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
-    """Shuffle a generation batch as TRL's `shuffle_sequence_dict` does, but keep the completions of a prompt together.
-
-    Draws the same random numbers as TRL. Values without an entry per row (numbers, None) are kept. Pixel inputs that
-    TRL has cut into rows become one object per group.
-
-    Args:
-        batch: `prompt_ids` and `prompt_mask` (N, P), and tensors or lists with one entry per row.
-        is_image: returns which tokens are image placeholders, where completions may hold images; None: only prompts
-            hold images.
-    """
-    pixels = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
-    by_row = list(zip(*pixels.values(), strict=True)) if pixels else None
-    groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], by_row)
-    batch = batch | {name: _share_pixels(each, groups) for name, each in pixels.items() if isinstance(each, list)}
-    if is_image is not None and isinstance(pixels.get("image_grid_thw"), list):
-        groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _select_prompt_pixels(batch, is_image))
-    order = sort_by_group(torch.randperm(len(groups)).tolist(), groups)
-    return take_entries(batch, order)
-
-
-def _select_prompt_pixels(batch: Mapping[str, Any], is_image: Callable[[Tensor], Tensor]) -> list[list[Tensor]]:
-    """Return patches and grids of each row's prompt, whose images precede the images of its completion."""
-    before, behind = (is_image(batch[name]).sum(1).tolist() for name in ("prompt_ids", "completion_ids"))  # (N,) each
-    found = []
-    for values, grids, own, others in zip(batch["pixel_values"], batch["image_grid_thw"], before, behind, strict=True):
-        patches = len(values) * own // max(own + others, 1)
-        found.append([values[:patches], grids[grids.prod(-1).cumsum(0) <= patches]])
-    return found
-
-
-def _share_pixels(values: Sequence[Tensor], groups: Sequence[int]) -> list[Tensor]:
-    kept = [values[row].detach().clone() for row in first_rows(groups)]
-    return [kept[group] for group in groups]
+    return len(part) / len(batch)

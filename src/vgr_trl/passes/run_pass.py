@@ -1,6 +1,6 @@
 """Run the forward passes of a run, each for a stated purpose and over one row: `run_pass`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from trl.models.utils import disable_gradient_checkpointing
 
+from vgr_trl.batch import Batch, make_completions_causal
 from vgr_trl.errors import NotFiniteError
-from vgr_trl.pixels import make_completions_causal
-from vgr_trl.rows import valid_tokens
 from vgr_trl.run import Features, Run
 from vgr_trl.sharing.context_manager import share_prompts
 from vgr_trl.sharing.model_support import UnsupportedModel, base_of, causal_model, replace_hidden_states
@@ -137,49 +136,48 @@ class Skipping:
         """Whether columns without loss are skipped."""
         return self.features.skip_padding.enabled
 
-    def loss_mask(self, batch: Mapping[str, Any]) -> Tensor:
+    def loss_mask(self, batch: Batch) -> Tensor:
         """Return the tokens of a training batch whose log-probabilities the loss reads, (N, T) bool."""
-        advantages, valid = batch["advantages"], valid_tokens(batch).bool()
-        credited: Tensor = valid & (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)).ne(0)  # (N, T)
+        valid = batch.valid
+        credited = valid & batch.advantages_by_token.ne(0)  # (N, T)
         if self.features.skip_zero_advantage_tokens.enabled:
             return credited
         return valid & credited.any(1, keepdim=True) if self.rows else valid
 
-    def extents(self, batch: Mapping[str, Any], groups: Sequence[int]) -> list[Extent]:
+    def extents(self, batch: Batch, groups: Sequence[int]) -> list[Extent]:
         """Return the tokens that each row of a training batch computes, and the number of its prompt."""
-        loss_mask, prompt_mask = self.loss_mask(batch), batch["prompt_mask"]
+        loss_mask, prompt_mask = self.loss_mask(batch), batch.prompt_mask
         if not self.features.share_training.enabled:  # TRL's pass computes padding, too
             return [Extent(prompt_mask.size(1), loss_mask.size(1), group) for group in groups]
         runs = loss_mask.any(1) | (not self.rows)
-        completions = last_column(loss_mask if self.padding else valid_tokens(batch)).clamp(min=1) * runs
+        completions = last_column(loss_mask if self.padding else batch.valid).clamp(min=1) * runs
         columns = torch.stack([prompt_mask.sum(1), completions], dim=1).tolist()  # the host waits once
         pairs = zip(columns, groups, strict=True)
         return [Extent(prompt, completion, group) for (prompt, completion), group in pairs]
 
-    def runs_images(self, inputs: Mapping[str, Any]) -> bool:
+    def runs_images(self, batch: Batch) -> bool:
         """Whether the images of a micro-batch run even if no row has loss."""
-        return not self.features.skip_images.enabled and inputs.get("pixel_values") is not None
+        return not self.features.skip_images.enabled and "pixel_values" in batch.images.tensors
 
-    def lengths(self, inputs: Mapping[str, Any], loss_mask: Tensor, config: Any) -> list[int]:
+    def lengths(self, batch: Batch, loss_mask: Tensor, config: Any) -> list[int]:
         """Return the columns of each row's completion that run, (N,), 0 for rows that do not run; one row always runs.
 
         Args:
-            inputs: arguments of TRL's scoring, but for the model.
+            batch: completions that are scored.
             loss_mask: (N, T) bool.
             config: configuration of the model, which names its image tokens.
         """
-        length = inputs["logits_to_keep"]
-        read = loss_mask if self.padding else inputs["attention_mask"][:, -length:].bool()
-        if self.has_tools and inputs.get("pixel_values") is not None:
-            images = is_image_token(inputs["input_ids"][:, -length:], config)
+        read = loss_mask if self.padding else batch.completion_mask.bool()
+        if self.has_tools and "pixel_values" in batch.images.tensors:
+            images = is_image_token(batch.completion_ids, config)
             # Images of completions run whole, and sharing needs a token behind them.
             read = read | images | torch.nn.functional.pad(images[:, :-1], (1, 0))
         runs = loss_mask.any(1) | (not self.rows)
-        prompts = inputs["attention_mask"][:, :-length].sum(1)
+        prompts = batch.prompt_mask.sum(1)
         columns = torch.stack([last_column(read).clamp(min=1) * runs, prompts], dim=1).tolist()  # the host waits once
         lengths, widths = ([row[place] for row in columns] for place in (0, 1))
-        counts = inputs.get("num_images") or [1] * len(lengths)
-        needed = [row for row, count in enumerate(counts) if count > 0] if self.runs_images(inputs) else []
+        counts = batch.images.num_images or [1] * len(lengths)
+        needed = [row for row, count in enumerate(counts) if count > 0] if self.runs_images(batch) else []
         needed = needed or [*range(len(lengths))]
         if not any(lengths[row] for row in needed):  # all parameters take part in a pass, and so do images if they must
             lengths[min(needed, key=widths.__getitem__)] = 1
@@ -191,28 +189,25 @@ def last_column(read: Tensor) -> Tensor:
     return (read * torch.arange(1, read.size(1) + 1, device=read.device)).amax(1)
 
 
-def find_text(inputs: Mapping[str, Any], config: Any) -> dict[str, Any] | None:
+def find_text(batch: Batch, config: Any) -> Batch | None:
     """Return the end of a prompt and the first token of its completion as a batch of one row without images, or None.
 
     A micro-batch without loss runs it where all parameters have to take part.
 
     Args:
-        inputs: arguments of TRL's scoring, but for the model.
+        batch: completions that are scored.
         config: configuration of the model, which names its image tokens.
     """
-    start = inputs["input_ids"].size(1) - inputs["logits_to_keep"]
-    columns = slice(max(start - 2, 0), start + 1)
-    images = is_image_token(inputs["input_ids"][:, columns], config).any(1).tolist()
-    if all(images) or start < 2:
+    ends = torch.cat([batch.prompt_ids[:, -2:], batch.completion_ids[:, :1]], dim=1)
+    images = is_image_token(ends, config).any(1).tolist()
+    if all(images) or batch.width < 2:
         return None
-    row = slice(images.index(False), images.index(False) + 1)
-    per_token = {name: inputs[name][row, columns] for name in ("input_ids", "attention_mask")}
-    return per_token | {"logits_to_keep": 1}
+    return batch.tokens.take([images.index(False)]).trim(2, 1)
 
 
 def score(
     run: Run,
-    batch: Mapping[str, Any],
+    batch: Batch,
     want: Want,
     model: nn.Module | None = None,
     *,
@@ -222,7 +217,7 @@ def score(
 
     Args:
         run: gives the policy, processes and plans.
-        batch: as `scoring_inputs` returns it.
+        batch: completions, on any device.
         want: quantities to return beside log-probabilities.
         model: another model to score with, which TRL's scoring can call; None: the policy.
         purpose: purpose of the pass.
@@ -230,15 +225,13 @@ def score(
     Raises:
         NotFiniteError: log-probabilities are NaN.
     """
-    inputs = run.to_device({name: value for name, value in batch.items() if value is not None})
-    scores = run_pass(run, run.model if model is None else model, inputs, want, purpose=purpose, gradients=False)
+    moved, model = batch.to_score.map(run.to_device), run.model if model is None else model
+    scores = run_pass(run, model, moved, want, purpose=purpose, gradients=False)
     refuse_nan(scores.logps, scores.mask, run.step)
     return scores
 
 
-def run_pass(
-    run: Run, model: nn.Module, batch: Mapping[str, Any], want: Want, *, purpose: Purpose, gradients: bool
-) -> Scores:
+def run_pass(run: Run, model: nn.Module, batch: Batch, want: Want, *, purpose: Purpose, gradients: bool) -> Scores:
     """Run a model over completions, and return the wanted quantities.
 
     Passes without gradients run in chunks of rows, except for the loss of an evaluation. With `want.tokens`, only the
@@ -247,19 +240,18 @@ def run_pass(
     Args:
         run: gives the policy, processes and plans.
         model: the policy, its reference or a critic, also wrapped.
-        batch: arguments of TRL's scoring, but for the model, (N, P + T). With tools `tool_mask` (N, T).
+        batch: completions.
         want: quantities to return, and tokens that are read.
         purpose: purpose of the pass.
         gradients: whether a backward pass follows.
     """
-    given = {name: value for name, value in batch.items() if value is not None}
-    inputs = make_completions_causal(given, causal_model(model).config, given["logits_to_keep"])
+    batch = make_completions_causal(batch, causal_model(model).config)
     checkpointing: Any = run.args.gradient_checkpointing_kwargs
-    if want.tokens is not None and _can_skip_pass(run, inputs, want, want.tokens):
+    if want.tokens is not None and _can_skip_pass(run, batch, want, want.tokens):
         anchor = torch.zeros(want.tokens.shape, device=want.tokens.device, requires_grad=True)
         return Scores(0 * anchor, want.tokens, torch.zeros_like(anchor) if want.entropies else None, rows_run=0)
     is_whole = gradients or purpose is Purpose.EVALUATION or want.tokens is not None
-    rows = None if is_whole else _rows_of_chunk(run, inputs)
+    rows = None if is_whole else _rows_of_chunk(run, batch)
     averages = run.accelerator.is_fsdp2 and gradients
     uneven = run.all_agree if run.facts.is_sharded and run.dummy_image is None else None
     has_rows = run.features.sharing["training" if gradients else "scoring"].enabled
@@ -272,21 +264,21 @@ def run_pass(
         ignore_empty_images(model, agree=uneven) if uneven or not has_rows else nullcontext(),
         nullcontext() if run.dummy_image is None else run.dummy_image.around(model, False),
     ):
-        scores = score_in_chunks(model, inputs, want, compute=partial(_compute, run), rows_per_pass=rows)
+        scores = score_in_chunks(model, batch, want, compute=partial(_compute, run), rows_per_pass=rows)
     return replace(scores, values=scores.logps) if purpose is Purpose.CRITIC else scores  # its head gives values
 
 
-def _compute(run: Run, model: nn.Module, inputs: dict[str, Any], want: Want) -> Computed:
+def _compute(run: Run, model: nn.Module, batch: Batch, want: Want) -> Computed:
     """Run one call of the model: over a row, or by TRL's method where there is none."""
-    laid, length = _lay_out(run, model, inputs, want.tokens), inputs["logits_to_keep"]
+    laid, length = _lay_out(run, model, batch, want.tokens), batch.length
     if laid is None:
         reading: Any = read_hidden_states(model, length) if want.reads_states else nullcontext()
         with reading as read:
-            outputs = run.plain_pass(model, **inputs, compute_entropy=want.entropies, compute_aux_loss=want.router_loss)
-        return Computed(*outputs, read[0] if read else None, None, len(inputs["input_ids"]))
+            outputs = run.plain_pass(model, batch, compute_entropy=want.entropies, compute_aux_loss=want.router_loss)
+        return Computed(*outputs, read[0] if read else None, None, len(batch))
     row, call = laid
-    scored = inputs["attention_mask"][:, -length:].bool() if want.tokens is None else want.tokens  # (N, T)
-    tokens = inputs["input_ids"][:, -length:][scored].unsqueeze(0)  # (1, K)
+    scored = batch.completion_mask.bool() if want.tokens is None else want.tokens  # (N, T)
+    tokens = batch.completion_ids[scored].unsqueeze(0)  # (1, K)
     places = row.reads(length)[scored] if tokens.numel() else tokens[0]  # without loss the row may be another one
     states = list[Tensor]()
 
@@ -296,7 +288,7 @@ def _compute(run: Run, model: nn.Module, inputs: dict[str, Any], want: Want) -> 
 
     base = base_of(causal_model(model))
     if run.dummy_image is not None:
-        run.dummy_image.stands_in = has_images(inputs) and not has_images(call)
+        run.dummy_image.stands_in = has_images(batch.images.tensors) and not has_images(call)
     # Labels of the next token: TRL's head projects these positions only, and keeps no logits.
     labels = {"labels": None, "shift_labels": tokens, "fused_lm_head": True}
     with replace_hidden_states(base, select_emitting), run.accelerator.autocast():
@@ -312,15 +304,13 @@ def _compute(run: Run, model: nn.Module, inputs: dict[str, Any], want: Want) -> 
     return Computed(logps, entropies if want.entropies else None, None, hidden, want.tokens, len(row.rows))
 
 
-def _lay_out(
-    run: Run, model: nn.Module, inputs: Mapping[str, Any], tokens: Tensor | None
-) -> tuple[Row, dict[str, Any]] | None:
+def _lay_out(run: Run, model: nn.Module, batch: Batch, tokens: Tensor | None) -> tuple[Row, dict[str, Any]] | None:
     """Lay out a batch as a row, or return None where the model or the mode has none.
 
     Args:
         run: gives plans.
         model: the model that runs, also wrapped.
-        inputs: arguments of TRL's scoring, but for the model.
+        batch: completions.
         tokens: (N, T) bool, tokens with loss; None: all valid tokens are scored.
     """
     base, stage = base_of(causal_model(model)), "training" if torch.is_grad_enabled() else "scoring"
@@ -328,35 +318,34 @@ def _lay_out(
         return None
     lengths, skipping = None, Skipping(run.features, run.facts.has_tools)
     if tokens is not None:
-        is_empty = skipping.rows and skipping.padding and not skipping.runs_images(inputs) and not tokens.any()
-        text = find_text(inputs, base.config) if is_empty else None
-        inputs = inputs if text is None else text
-        lengths = [1] if text is not None else skipping.lengths(inputs, tokens, base.config)
-    names = inputs.keys() - {"logits_to_keep", "num_images", "num_tiles"}
-    given = drop_empty_images({name: inputs[name] for name in names})
+        is_empty = skipping.rows and skipping.padding and not skipping.runs_images(batch) and not tokens.any()
+        text = find_text(batch, base.config) if is_empty else None
+        batch = batch if text is None else text
+        lengths = [1] if text is not None else skipping.lengths(batch, tokens, base.config)
+    given = drop_empty_images(batch.model_inputs)
     try:
         check_inputs(given, base.config)
-        split = find_split(given, base.config, inputs["input_ids"].size(1) - 1 - inputs["logits_to_keep"])
+        split = find_split(given, base.config, batch.width - 1)
         return lay_out(base, given, split, lengths)
     except UnsupportedModel:
         if run.trains:
-            run.sharing.add(len(inputs["input_ids"]), len(inputs["input_ids"]))
+            run.sharing.add(len(batch), len(batch))
         return None
 
 
-def _rows_of_chunk(run: Run, inputs: Mapping[str, Any]) -> int:
+def _rows_of_chunk(run: Run, batch: Batch) -> int:
     """Return the number of rows of a scoring chunk, the same on every process."""
     args, most = run.args, run.args.max_tokens_per_micro_batch
     group = run.completions_per_prompt if run.features.share_scoring.enabled else 1
     rows = round_up_to_groups(run.rows_per_chunk if run.trains else args.per_device_eval_batch_size, group)
     if most is None:
         return rows
-    columns = torch.tensor([inputs["input_ids"].size(1), inputs["logits_to_keep"]], device=run.accelerator.device)
+    columns = torch.tensor([batch.width + batch.length, batch.length], device=run.accelerator.device)
     longest, completion = run.accelerator.gather(columns).view(-1, 2).amax(0).tolist()
     return min(rows, rows_within(most, group, longest, completion))
 
 
-def _can_skip_pass(run: Run, inputs: Mapping[str, Any], want: Want, tokens: Tensor) -> bool:
+def _can_skip_pass(run: Run, batch: Batch, want: Want, tokens: Tensor) -> bool:
     """Whether a micro-batch without loss can be skipped: all weights have gradients already.
 
     Where processes exchange gradients, parts of weights, or whether they have images, all have to run the model.
@@ -364,7 +353,7 @@ def _can_skip_pass(run: Run, inputs: Mapping[str, Any], want: Want, tokens: Tens
     skipping = Skipping(run.features, run.facts.has_tools)
     exchanges = run.accelerator.sync_gradients or run.dummy_image is not None
     alone = run.accelerator.num_processes == 1 or not exchanges
-    skips = skipping.rows and skipping.padding and not skipping.runs_images(inputs)
+    skips = skipping.rows and skipping.padding and not skipping.runs_images(batch)
     if not (alone and has_whole_weights(run.accelerator) and skips) or want.reads_states or bool(tokens.any()):
         return False
     return all(weight.grad is not None for weight in run.model.parameters() if weight.requires_grad)

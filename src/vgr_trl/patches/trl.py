@@ -21,12 +21,12 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
+from vgr_trl.batch import Batch
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.images import images_of
 from vgr_trl.errors import DataError, error_text, printable, release
 from vgr_trl.patching import patched_attribute, patched_attributes
 from vgr_trl.pixels import TOKEN_TYPES, image_inputs_of
-from vgr_trl.rows import stacked_inputs
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.prefix_split import is_image_token
 
@@ -351,14 +351,6 @@ def shuffle_by(shuffle: Callable[[dict[str, Any]], dict[str, Any]], joins_pixels
     return patched_attributes(grpo_trainer, shuffle_sequence_dict=shuffle, unsplit_pixel_values_by_grid=join)
 
 
-@keep_pixel_rows_whole()
-def split_anew(batches: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Divide the rows of micro-batches into `count` others, if the run that saved them joined more or fewer."""
-    by_row: list[Any] = [grpo_trainer.split_pixel_values_by_grid(batch) for batch in batches]
-    parts: Any = grpo_trainer.split_tensor_dict(stacked_inputs(by_row), count)
-    return [grpo_trainer.unsplit_pixel_values_by_grid(part) for part in parts]
-
-
 # Tool calls of the policy. In TRL 1.16 nested brackets exhaust the parser's stack, and names are echoed.
 
 _MOST_NESTED = 50  # depth of lists and dicts in a call's arguments, into which copies and reports of a rollout recurse
@@ -401,8 +393,6 @@ def _check_call(function: dict[str, Any]) -> Any:
 # named <|image_pad|> or <|image|>, by `token_type_ids` even where a model has none (LLaVA). See
 # https://github.com/huggingface/trl/pull/6906; removable with a TRL that mends all three.
 
-_SCORING_ARGUMENTS = frozenset(signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
-
 
 def process_with_options(processor: Any) -> AbstractContextManager[None]:
     """Apply the processor's image options in this block, where TRL calls the image processor alone."""
@@ -411,18 +401,16 @@ def process_with_options(processor: Any) -> AbstractContextManager[None]:
     return patched_attributes(processor.image_processor, **options)
 
 
-def mark_images(model: nn.Module, ids: torch.Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a pass with token types, (N, S), under each name that the model accepts.
-
-    Args:
-        model: transformers model, also wrapped.
-        ids: (N, S) tokens of whole rows.
-        given: inputs by name; token types among them are replaced.
-    """
+def find_types(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the token types of tokens (N, S) under each name that a model accepts."""
     causal = causal_model(model)
     types, taken = is_image_token(ids, causal.config).long(), signature(type(causal).forward).parameters
-    others = {name: value for name, value in given.items() if name not in TOKEN_TYPES}
-    return others | {name: types for name in TOKEN_TYPES if name in taken}
+    return {name: types for name in TOKEN_TYPES if name in taken}
+
+
+def mark_images(model: nn.Module, batch: Batch) -> Batch:
+    """Return a batch with the token types of its image tokens, under each name that the model accepts."""
+    return batch.with_columns(**dict.fromkeys(TOKEN_TYPES) | find_types(model, batch.ids))
 
 
 def mark_turn(model: nn.Module, prompt_ids: Sequence[Sequence[int]], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -439,19 +427,8 @@ def mark_turn(model: nn.Module, prompt_ids: Sequence[Sequence[int]], fields: Map
     if has_pixels_by_row(fields):
         shown = f"TRL would show all rows one row of images to {type(model).__name__}, which pads the images of a row"
         raise DataError(f"A tool has returned an image, and {shown}: use another model, or tools that return text.")
-    marked = [mark_images(model, torch.tensor([ids]), {}) for ids in prompt_ids]
+    marked = [find_types(model, torch.tensor([ids])) for ids in prompt_ids]
     return image_inputs_of(fields) | {name: [types[name][0].tolist() for types in marked] for name in marked[0]}
-
-
-def mark_scored_images(model: nn.Module, ids: torch.Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of TRL's scoring pass with token types, without arguments that it does not accept.
-
-    Args:
-        model: transformers model, also wrapped.
-        ids: (N, S) tokens of whole rows.
-        given: arguments by name.
-    """
-    return mark_images(model, ids, {name: value for name, value in given.items() if name in _SCORING_ARGUMENTS})
 
 
 # Copies of a model that a trainer was made with.

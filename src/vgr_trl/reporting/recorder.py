@@ -26,7 +26,7 @@ from math import isnan, isqrt, prod
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from vgr_trl import __version__
+from vgr_trl.batch import Turns
 from vgr_trl.config import LOG_OPTIONS
 from vgr_trl.credit import REWARD_FILE_WEIGHTS, attention_weights
 from vgr_trl.dapo_config import DAPOConfig
@@ -50,6 +51,7 @@ from vgr_trl.errors import DataError, error_text
 from vgr_trl.options import changed_options
 from vgr_trl.patches.trl import unlogged
 from vgr_trl.patching import keep_random_state, patched_attribute
+from vgr_trl.pixels import RowImages
 from vgr_trl.reporting.console import print_record
 from vgr_trl.reporting.markdown import MarkdownLogs, Summary
 from vgr_trl.reporting.records import (
@@ -66,7 +68,6 @@ from vgr_trl.reporting.records import (
 )
 from vgr_trl.rewards.answers import decode_with_tags
 from vgr_trl.rollout import Rollout
-from vgr_trl.rows import Turns
 from vgr_trl.run import Run
 from vgr_trl.signals.named import ATTENTION_QUANTITIES, RolloutSignals, reward_columns, take_signal_rows
 from vgr_trl.signals.ratios import late_layers, measure_segments, token_vision_gain_ratio
@@ -149,12 +150,12 @@ class RolloutRecorder:
         place, turns = rollout.first + row, rollout.turns
         signals, vision = take_signal_rows(rollout.signals, [row]), run.measurement.vision_token_ids
         decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        ids, mask = batch["completion_ids"][row].tolist(), batch["completion_mask"][row].tolist()
+        ids, mask = batch.completion_ids[row].tolist(), batch.completion_mask[row].tolist()
         ids = strip_padding(ids, mask, tokenizer.pad_token_id)
-        prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
+        prompt_ids = batch.prompt_ids[row][batch.prompt_mask[row].bool()].tolist()
         prompt, rewards = prompt_text(prompt_ids, vision, decode), rollout.rewards[place].cpu()
         num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
-        grids = find_image_grids(batch, row, run.processor, num_vision)
+        grids = find_image_grids(batch.images, row, run.processor, num_vision)
         returned = [] if turns is None else turns.returned[row]
         images, thumbnails = read_row_images(data, grids, returned)
         for image, perturbed in zip(images, rollout.perturbed_images.get(row, []), strict=False):
@@ -168,7 +169,7 @@ class RolloutRecorder:
             solution=None if data.get("solution") is None else str(data["solution"]),
             rewards=dict(zip(self.reward_names, rewards.tolist(), strict=True)),
             reward=(rewards * weights).nansum().item(),
-            advantage=batch["advantages"][row].item(),
+            advantage=cast("Tensor", batch.advantages)[row].item(),
             images=images,
             turns=[] if turns is None else describe_turns(turns, row, len(ids)),
             **({} if signals is None else completion_measurements(signals, len(ids), self.args)),
@@ -371,23 +372,23 @@ def record_image(image: Image.Image, thumbnails: dict[str, bytes], grid: Grid | 
     return RecordedImage(name, *image.size, grid)
 
 
-def find_image_grids(batch: Mapping[str, Any], row: int, processor: Any, num_vision: int | None) -> list[Grid | None]:
+def find_image_grids(images: RowImages, row: int, processor: Any, num_vision: int | None) -> list[Grid | None]:
     """Return the grid of vision tokens (rows, columns) for each image of a row; None if unknown.
 
     Supported: grids from processors of the Qwen family, and square grids of equal images without tiles.
 
     Args:
-        batch: batch of TRL with `num_images`, and optionally `image_grid_thw` (images, 3).
+        images: of a batch.
         row: index in the batch.
         processor: processor of the model; its image processor says how many patches per side `image_grid_thw` merges.
         num_vision: vision tokens of the row's prompt; None if unknown.
     """
-    counts: Sequence[int] = batch.get("num_images") or [0] * (row + 1)
+    counts, tensors = images.num_images or [0] * (row + 1), images.tensors
     count, first = counts[row], sum(counts[:row])
-    grids = batch.get("image_grid_thw")
+    grids = tensors.get("image_grid_thw")
     if grids is not None and (size := getattr(processor.image_processor, "merge_size", None)) is not None:
         return [(h // size, w // size) if t == 1 else None for t, h, w in grids[first : first + count].tolist()]
-    tiled = any(batch.get(name) is not None for name in ("num_tiles", "image_sizes", "spatial_shapes"))
+    tiled = images.num_tiles is not None or not tensors.keys().isdisjoint(("image_sizes", "spatial_shapes"))
     side = isqrt(num_vision // count) if num_vision and count and grids is None and not tiled else 0
     return [(side, side) if side and side * side * count == num_vision else None] * count
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers.utils import logging
 
 from vgr_trl.advantages import group_spread, priority
+from vgr_trl.batch import Batch, Placement, join_batches
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import active_rules
 from vgr_trl.metrics.step_metrics import Gather
+from vgr_trl.pixels import RowImages
 from vgr_trl.registries import short_name
 from vgr_trl.rollout import Rollout
-from vgr_trl.rows import OLD_LOGPS, Placement, Rows, join_rows, valid_tokens
 from vgr_trl.run import Run
 from vgr_trl.signals.named import columns_to_signals, signals_to_columns
 
@@ -41,7 +42,7 @@ class Group:
     rewards: Tensor
     step: int = 0
     holder: int = 0
-    rows: Rows | None = None
+    rows: Batch | None = None
 
 
 def cut_groups(rollout: Rollout, wanted: Sequence[int], pad_token_id: int, step: int) -> list[Group]:
@@ -60,26 +61,24 @@ def cut_groups(rollout: Rollout, wanted: Sequence[int], pad_token_id: int, step:
     Raises:
         DataError: the batch cannot be cut into rows.
     """
-    selection, batch = rollout.selection, dict(rollout.batch)
-    placement = selection.placement
-    if rollout.signals is not None:
-        batch.setdefault(OLD_LOGPS, rollout.signals.logps)
-    rows = Rows.from_batch(batch | signals_to_columns(rollout.signals))
-    rows.columns.pop("advantages", None)
-    lengths = [batch[name].sum(1).tolist() for name in ("prompt_mask", "completion_mask")]
+    selection, placement = rollout.selection, rollout.selection.placement
+    measured = {} if rollout.signals is None else {"old_logps": rollout.signals.logps}
+    columns = measured | rollout.batch.all_columns | signals_to_columns(rollout.signals)
+    batch = Batch.of_columns(columns | {"advantages": None, "num_items": None}, rollout.batch.images)
+    lengths = [mask.sum(1).tolist() for mask in (batch.prompt_mask, batch.completion_mask)]
     holders = {group: placement.holder(group) for group in wanted}
-    pieces: dict[int, list[Rows]] = defaultdict(list)  # of the groups that this process holds, its own piece first
-    kept, sent = list[tuple[int, Rows]](), list[tuple[int, Rows]]()
+    pieces: dict[int, list[Batch]] = defaultdict(list)  # of the groups that this process holds, its own piece first
+    kept, sent = list[tuple[int, Batch]](), list[tuple[int, Batch]]()
     for group in wanted:
         if here := [row for row, _ in placement.here(group)]:
             widths = [max(1, *(of_rows[row] for row in here)) for of_rows in lengths]
             pieces_of = kept if holders[group] == placement.process_index else sent
-            pieces_of.append((group, rows.take(here).trim(*widths).stored()))
+            pieces_of.append((group, batch.take(here).trim(*widths).stored()))
     is_spread = any(len(placement.holders(group)) > 1 for group in wanted)
     for group, piece in kept + (gather_object(sent) if is_spread else []):
         if holders[group] == placement.process_index:
             pieces[group].append(piece)
-    whole = {group: join_rows(parts, pad_token_id=pad_token_id).stored() for group, parts in pieces.items()}
+    whole = {group: join_batches(parts, pad_token_id=pad_token_id).stored() for group, parts in pieces.items()}
     advantages, rewards = (
         each.detach().to("cpu", torch.float32).view(-1, placement.num_generations)
         for each in (selection.advantages, selection.task_rewards)
@@ -115,19 +114,20 @@ def insert_groups(
         DataError: a group lacks a column of the batch.
     """
     placement = rollout.selection.placement
-    parts = [Rows.from_batch(rollout.batch | signals_to_columns(rollout.signals))]
+    parts = [rollout.batch.with_columns(**signals_to_columns(rollout.signals))]
     source = list(range(len(parts[0])))
     for target, rows in _bring_rows(replacements, placement).items():
         first = sum(map(len, parts))
         parts.append(rows)
         for row, index in placement.here(target):
             source[row] = first + index
-    joined = join_rows(parts, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of).take(source)
-    batch, rollout.signals = joined.into_batch(rollout.batch), columns_to_signals(joined.columns)
-    rollout.batch = {**batch, "num_items_in_batch": gather(valid_tokens(batch).sum()).sum()}
+    joined = join_batches(parts, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of).take(source)
+    rollout.signals = columns_to_signals(joined.columns)
+    columns = {name: value for name, value in joined.columns.items() if not name.startswith("signals.")}
+    rollout.batch = replace(joined, columns=columns, num_items=gather(joined.valid.sum()).sum())
 
 
-def _bring_rows(replacements: Mapping[int, Group], placement: Placement) -> dict[int, Rows]:
+def _bring_rows(replacements: Mapping[int, Group], placement: Placement) -> dict[int, Batch]:
     """Return the rows of the groups that this process trains on, with their advantages."""
     travelling = [target for target, group in replacements.items() if list(placement.holders(target)) != [group.holder]]
     arrived = {target: group.rows for target, group in replacements.items()}
@@ -135,7 +135,7 @@ def _bring_rows(replacements: Mapping[int, Group], placement: Placement) -> dict
         sent = [(target, arrived[target]) for target in travelling if arrived[target] is not None]
         arrived |= dict(gather_object(sent))
     return {
-        target: replace(rows, columns=rows.columns | {"advantages": replacements[target].advantages})
+        target: replace(rows, advantages=replacements[target].advantages)
         for target, rows in arrived.items()
         if rows is not None and placement.here(target)
     }
@@ -240,7 +240,7 @@ class ReplayBuffer:
             "step": self.step,
             "estimator": self.estimator,
             "generator": self._generator.get_state(),
-            "groups": [{**vars(group), "rows": group.rows and dict(vars(group.rows))} for group in self.groups],
+            "groups": [{**vars(group), "rows": group.rows and _pack(group.rows)} for group in self.groups],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -251,8 +251,16 @@ class ReplayBuffer:
         self._generator.set_state(state["generator"])
         self.groups = []
         for saved in state["groups"]:
-            self.add(Group(**{**saved, "rows": saved["rows"] and Rows(**saved["rows"])}))
+            self.add(Group(**{**saved, "rows": saved["rows"] and _unpack(saved["rows"])}))
         self.advance(state["step"])
+
+
+def _pack(rows: Batch) -> dict[str, Any]:
+    return {**vars(rows), "images": vars(rows.images)}
+
+
+def _unpack(saved: Mapping[str, Any]) -> Batch:
+    return Batch(**{**saved, "images": RowImages(**saved["images"])})
 
 
 def deal_groups(states: Sequence[Mapping[str, Any]], process_index: int, num_processes: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from itertools import count
 from math import gcd
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from vgr_trl.advantages import estimate_advantages, group_spread
+from vgr_trl.batch import Placement
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import masked_mean, per_token
 from vgr_trl.dapo_config import DAPOConfig
@@ -27,7 +28,6 @@ from vgr_trl.data.images import images_of
 from vgr_trl.errors import ConfigError
 from vgr_trl.patches.trl import merge_round_metrics, replace_newest
 from vgr_trl.rollout import GroupSelection, Rollout, weighted_sums
-from vgr_trl.rows import OLD_LOGPS, Placement, valid_tokens
 from vgr_trl.run import Run
 from vgr_trl.sampling.replay import Group, Replay, cut_groups, insert_groups
 
@@ -82,8 +82,8 @@ class GroupSelector:
             replace_newest(self.table["advantages"], advantages)
         metrics |= self._replace_groups(rollout, chosen, replayed)
         # The rewards of a filtered group differ: without this, one that nothing replaces would be trained on.
-        advantages = rollout.batch["advantages"]
-        rollout.batch = {**rollout.batch, "advantages": advantages * rollout.with_gradient.to(advantages.device)}
+        of_rows = cast("Tensor", rollout.batch.advantages)
+        rollout.batch = replace(rollout.batch, advantages=of_rows * rollout.with_gradient.to(of_rows.device))
         return metrics
 
     def _replace_groups(self, rollout: Rollout, chosen: Chosen, replayed: dict[int, Group]) -> dict[str, float]:
@@ -95,8 +95,8 @@ class GroupSelector:
         if replay is not None:
             replay.keep(rollout, list(fresh.values()))
         replacements = fresh | replayed
-        if replayed and rollout.signals is not None:  # stored groups have the column that TRL omits on-policy
-            rollout.batch = {OLD_LOGPS: rollout.signals.logps} | rollout.batch
+        if replayed and rollout.signals is not None and rollout.batch.old_logps is None:  # stored groups have them
+            rollout.batch = replace(rollout.batch, old_logps=rollout.signals.logps)
         if replacements:
             insert_groups(rollout, replacements, run.accelerator.gather, pad_token_id, run.pad_to_multiple_of)
         num_groups = selection.placement.num_groups
@@ -154,21 +154,21 @@ class GroupSelector:
         """
         args, accelerator, size = self.run.args, self.run.accelerator, int(self.run.args.num_generations or 1)
         estimator, baseline = args.advantage_estimator, None
-        rows = len(rollout.batch["prompt_ids"])
+        batch, rows = rollout.batch, len(rollout.batch)
         placement = Placement(rows, size, accelerator.process_index, accelerator.num_processes)
         rewards = weighted_sums(rollout.rewards, weights)
         tasks = sum_task_rewards(rollout.rewards, weights, args.penalises_kl)
-        advantages = accelerator.gather(rollout.batch["advantages"])
+        advantages = accelerator.gather(batch.advantages)
         rollout.selection = selection = GroupSelection(placement, rewards, tasks, advantages)
         if args.uses_critic:
-            of_tokens = rollout.batch["token_advantages"].nan_to_num()  # (N, T)
-            selection.advantages = accelerator.gather(masked_mean(of_tokens, valid_tokens(rollout.batch)).squeeze(1))
+            of_tokens = batch.columns["token_advantages"].nan_to_num()  # (N, T)
+            selection.advantages = accelerator.gather(masked_mean(of_tokens, batch.valid).squeeze(1))
         elif estimator != "grpo":
             if estimator == "remax":
                 baseline = self.greedy_baseline(rollout, placement, weights)
             selection.advantages = estimate_advantages(rewards, size, estimator, baseline)
         if estimator != "grpo":
-            rollout.batch = {**rollout.batch, "advantages": selection.local_advantages}
+            rollout.batch = replace(batch, advantages=selection.local_advantages)
             replace_newest(self.table["advantages"], selection.advantages.tolist())
         zero_variance, filtered = list[int](), list[int]()
         if not args.uses_critic:
@@ -239,7 +239,7 @@ def divide_by_one_deviation(
     trained = torch.cat(rewards + [group.rewards.to(first.rewards) for group in divided.values()])
     for selection in selections:
         selection.advantages = estimate_advantages(selection.rewards, size, estimator, trained=trained)
-    rounds[0].batch = {**rounds[0].batch, "advantages": first.local_advantages}
+    rounds[0].batch = replace(rounds[0].batch, advantages=first.local_advantages)
     again = {
         place: replace(group, advantages=estimate_advantages(group.rewards, size, estimator, trained=trained.cpu()))
         for place, group in divided.items()
@@ -320,7 +320,7 @@ class ZeroVarianceStreak(SavedState):
 
     def warn(self, run: Run, rollout: Rollout) -> None:
         """Count a rollout with its credit, which may add to groups without variance; warn at the end of a streak."""
-        advantages, trained = rollout.batch["advantages"], rollout.selection.trained
+        advantages, trained = cast("Tensor", rollout.batch.advantages), rollout.selection.trained
         if run.args.shapes_tokens:
             added = per_token(advantages).abs().amax(1) > run.args.replay_var_epsilon  # (N,)
             added &= ~rollout.with_gradient.to(added.device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vgr_trl import registries
+from vgr_trl.batch import EXTRA, LAYERED, VIEWS
 from vgr_trl.config import MeasureOptions, PluginOptions
 from vgr_trl.errors import DataError
 from vgr_trl.metrics.step_metrics import Gather, Totals
@@ -27,7 +28,6 @@ from vgr_trl.registries import (
     short_name,
 )
 from vgr_trl.rewards.functions import WholeGroups
-from vgr_trl.rows import EXTRA, LAYERED, VIEWS
 from vgr_trl.signals.ratios import AttentionMass, late_layers, token_vision_gain_ratio
 
 

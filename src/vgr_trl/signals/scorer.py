@@ -1,6 +1,6 @@
 """Score completions with any transformers model, without a trainer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vgr_trl.batch import Batch
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.patching import evaluating
-from vgr_trl.pixels import TOKEN_TYPES, counts_by_tokens, extend_token_types, image_inputs_of
+from vgr_trl.pixels import TOKEN_TYPES, RowImages, extend_token_types
 from vgr_trl.sharing.context_manager import share_prompts
 from vgr_trl.sharing.model_support import (
     SharingReport,
@@ -115,14 +116,16 @@ class RolloutScorer:
         """
         _check_masks(prompt_mask, completion_mask)
         count, length = completion_ids.shape
-        ids = torch.cat([prompt_ids, completion_ids], dim=1)  # (N, P + T)
-        batch = self._build_batch(ids, torch.cat([prompt_mask, completion_mask], dim=1), length, image_inputs)
-        batch |= {"num_images": num_images, "num_tiles": num_tiles}
         group = 1 if self.share_prompts == "off" else num_generations
         step = round_up_to_groups(self.batch_size or count, group)
-        if step < count and num_images is None and "pixel_values" in batch:
-            is_image = is_image_token(batch["input_ids"], self.causal.config) & batch["attention_mask"].bool()
-            batch |= counts_by_tokens(image_inputs_of(batch), is_image)
+        batch = Batch(prompt_ids, prompt_mask, completion_ids, completion_mask).map(self._to_device)
+        given = {name: self._to_device(value) for name, value in image_inputs.items() if value is not None}
+        batch.columns |= extend_token_types(given, self.causal.config, batch.width + length)
+        pixels = {name: value for name, value in given.items() if name not in TOKEN_TYPES}
+        batch.images = RowImages(pixels, num_images, num_tiles)
+        if step < count and num_images is None and "pixel_values" in pixels:
+            is_image = is_image_token(batch.ids, self.causal.config) & batch.model_inputs["attention_mask"].bool()
+            batch.images = RowImages.count(pixels, is_image)
         want = Want(entropies=True, attention=self._attention_plan(attention, similarity, regions))
         shared = nullcontext(SharingReport()) if self.share_prompts == "off" else share_prompts(self.model, length)
         with torch.no_grad(), evaluating(self.model), shared as report:
@@ -133,13 +136,8 @@ class RolloutScorer:
         entropies: Any = scores.entropies
         return RolloutSignals(scores.logps, entropies, scores.mask, scores.attention, similarity=scores.similarity)
 
-    def _build_batch(self, ids: Tensor, mask: Tensor, length: int, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Build the batch for `score` on the model's device; ids and mask are (N, P + T), `length` is T."""
-        device = self.causal.get_input_embeddings().weight.device
-        on_device = {name: value.to(device) for name, value in inputs.items() if value is not None}
-        batch: dict[str, Any] = {name: value for name, value in on_device.items() if name not in TOKEN_TYPES}
-        batch |= extend_token_types(on_device, self.causal.config, ids.size(1))
-        return batch | {"input_ids": ids.to(device), "attention_mask": mask.to(device), "logits_to_keep": length}
+    def _to_device(self, value: Tensor) -> Tensor:
+        return value.to(self.causal.get_input_embeddings().weight.device)
 
     def _attention_plan(self, attention: bool, similarity: bool, regions: Tensor | None) -> AttentionPlan | None:
         if not (attention or similarity):

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from vgr_trl.batch import Batch
 from vgr_trl.errors import ConfigError
 from vgr_trl.patching import patched_attribute, patched_method
-from vgr_trl.pixels import image_inputs_of, number_images
-from vgr_trl.rows import take_scoring_rows
 from vgr_trl.sharing.model_support import base_of, causal_model, replace_hidden_states
 from vgr_trl.signals.probe import AttentionProbe, SimilarityProbe, find_decoder
 from vgr_trl.signals.ratios import AttentionMass, build_modality_masks, entropies_of, jensen_shannon, join_masses
@@ -140,12 +139,12 @@ class Computed(NamedTuple):
     rows_run: int
 
 
-Compute = Callable[[nn.Module, dict[str, Any], Want], Computed]
+Compute = Callable[[nn.Module, Batch, Want], Computed]
 
 
 def score(
     model: nn.Module,
-    batch: Mapping[str, Any],
+    batch: Batch,
     want: Want,
     *,
     compute: Compute | None = None,
@@ -156,9 +155,8 @@ def score(
 
     Args:
         model: transformers model, also wrapped.
-        batch: `input_ids` and `attention_mask` (N, P + T), `logits_to_keep` T, token types, the pixel inputs of the N
-            rows, and for several chunks `num_images` and `num_tiles` of each row. With tools, `tool_mask` (N, T) is 0
-            for their tokens: these do not count, their images are vision and their texts instruction.
+        batch: completions, for several chunks with the numbers of images of each row. Tokens of tools do not count;
+            their images are vision and their texts instruction.
         want: quantities to return beside log-probabilities.
         compute: runs one call of the model. None: the base model runs, and `Head` scores its hidden states.
         rows_per_pass: rows of a chunk; None: all.
@@ -168,7 +166,7 @@ def score(
         DataError: pixel inputs cannot be assigned to the rows of a chunk.
         ConfigError: the attention of the model cannot be measured.
     """
-    count = len(batch["input_ids"])
+    count = len(batch)
     step = rows_per_pass or count
     chunks = [range(start, min(start + step, count)) for start in range(0, count, step)]
     parts = [_score_chunk(model, batch, want, rows, compute, temperature) for rows in chunks]
@@ -176,85 +174,62 @@ def score(
 
 
 def _score_chunk(
-    model: nn.Module, batch: Mapping[str, Any], want: Want, rows: range, compute: Compute | None, temperature: float
+    model: nn.Module, batch: Batch, want: Want, rows: range, compute: Compute | None, temperature: float
 ) -> Scores:
-    inputs, length = take_scoring_rows(batch, rows), batch["logits_to_keep"]
-    own = inputs.pop("tool_mask", None)
-    mask = inputs["attention_mask"][:, -length:].bool()  # (B, T)
-    mask = mask if own is None else mask & own.bool()
-    probe, similar = _build_probes(model, inputs, want.attention, rows, own)
+    batch = batch.take(rows)
+    probe, similar = _build_probes(model, batch, want.attention, rows)
     with ExitStack() as stack:
         for block in (probe, similar):
             stack.enter_context(block or nullcontext())
         compute = compute or partial(_compute_by_base, temperature)
-        computed = compute(model, inputs, want)
+        computed = compute(model, batch, want)
     hidden: Any = computed.hidden
-    mask = mask if computed.scored is None else computed.scored
+    mask = batch.valid if computed.scored is None else computed.scored
     scores: dict[str, Any] = {"entropies": computed.entropies, "router_loss": computed.router_loss}
     scores |= {"hidden": hidden if want.hidden else None, "similarity": similar and similar.similarity}
     if want.values is not None:
         scores["values"] = want.values(hidden.detach())
     if probe is not None:
-        scores["attention"] = replace(probe.mass, mask=mask, **({} if own is None else _count_seen(probe.sets, length)))
+        seen = {} if batch.own is None else _count_seen(probe.sets, batch.length)
+        scores["attention"] = replace(probe.mass, mask=mask, **seen)
         if want.attention is not None and want.attention.per_image:
-            scores["per_image"] = _measure_images(probe, mask, want.attention.keep_layers, inputs.get("num_images"))
+            scores["per_image"] = _measure_images(probe, mask, want.attention.keep_layers, batch.images.num_images)
         scores["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
         scores["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
     return Scores(computed.logps, mask, **scores, rows_run=computed.rows_run)
 
 
-def _compute_by_base(temperature: float, model: nn.Module, inputs: dict[str, Any], want: Want) -> Computed:
+def _compute_by_base(temperature: float, model: nn.Module, batch: Batch, want: Want) -> Computed:
     """Run the base model, and score its hidden states with `Head`."""
-    causal, length = causal_model(model), inputs["logits_to_keep"]
-    names = inputs.keys() - {"logits_to_keep", "num_images", "num_tiles"}
-    with read_hidden_states(model, length) as states:
-        causal.base_model(**{name: inputs[name] for name in names}, use_cache=False)
-    mask = inputs["attention_mask"][:, -length:].bool()
-    logps, entropies = Head(causal).score(states[0], inputs["input_ids"][:, -length:], mask, temperature)
-    return Computed(logps, entropies if want.entropies else None, None, states[0], None, len(mask))
+    causal = causal_model(model)
+    with read_hidden_states(model, batch.length) as states:
+        causal.base_model(**batch.model_inputs, use_cache=False)
+    logps, entropies = Head(causal).score(states[0], batch.completion_ids, batch.completion_mask.bool(), temperature)
+    return Computed(logps, entropies if want.entropies else None, None, states[0], None, len(batch))
 
 
 def _build_probes(
-    model: nn.Module, inputs: Mapping[str, Any], plan: AttentionPlan | None, rows: range, own: Tensor | None
+    model: nn.Module, batch: Batch, plan: AttentionPlan | None, rows: range
 ) -> tuple[AttentionProbe | None, SimilarityProbe | None]:
-    """Build the probes of a chunk.
-
-    Args:
-        rows: numbers of its rows in the batch.
-        own: (B, T), 0 for the tokens of tools; None without tools.
-    """
+    """Build the probes of a chunk, whose rows have the numbers `rows` in the whole batch."""
     if plan is None:
         return None, None
-    prompt = inputs["input_ids"].size(1) - inputs["logits_to_keep"]
-    stop = prompt if own is None else None
-    ids, unwritten = inputs["input_ids"][:, :stop], given_tokens(inputs, own)[:, :stop]
+    whole = None if batch.own is None else batch.width  # P, where masks are of whole rows
+    ids, unwritten = (batch.prompt_ids, batch.prompt_mask.bool()) if whole is None else (batch.ids, batch.unwritten)
     masks = build_modality_masks(
         ids, unwritten, vision_token_ids=plan.vision_token_ids, special_token_ids=plan.special_token_ids
     )
-    whole = None if own is None else prompt  # P, where masks are of whole rows
     similar = None if plan.similarity is None else SimilarityProbe(model, masks.vision, *plan.similarity, whole)
     if not plan.mass:
         return None, similar
     if plan.per_image:
-        numbers = number_images(image_inputs_of(inputs), inputs.get("num_images") or [], masks.vision)  # (B, P or S)
-        most = torch.arange(1, max(inputs.get("num_images") or [0]) + 1, device=masks.vision.device)
+        numbers = batch.images.number(masks.vision)  # (B, P or S)
+        most = torch.arange(1, max(batch.images.num_images or [0]) + 1, device=masks.vision.device)
         masks.images = numbers.unsqueeze(-1) == most
     if plan.region is not None:
         masks.region = plan.region[rows.start : rows.stop].to(masks.vision) & masks.vision
     keep = [row - rows.start for row in plan.keep_rows if row in rows]
     return AttentionProbe(model, masks, None, keep, plan.measure_prompt, plan.keep_layers, prompt=whole), similar
-
-
-def given_tokens(inputs: Mapping[str, Any], own: Tensor | None) -> Tensor:
-    """Return the tokens that the policy has not written, (N, P + T) bool: prompts and the tokens of tools.
-
-    Args:
-        inputs: with `attention_mask` (N, P + T) and `logits_to_keep` T.
-        own: (N, T), 0 for the tokens of tools; None without tools.
-    """
-    present, length = inputs["attention_mask"].bool(), inputs["logits_to_keep"]
-    of_tools = torch.zeros_like(present[:, -length:]) if own is None else present[:, -length:] & ~own.bool()
-    return torch.cat([present[:, :-length], of_tools], dim=1)
 
 
 def _count_seen(sets: Tensor, length: int) -> dict[str, Tensor]:

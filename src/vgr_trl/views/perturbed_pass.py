@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -11,28 +12,15 @@ from PIL import Image
 from torch import nn
 from trl.trainer.utils import use_adapter
 
+from vgr_trl.batch import Batch, ImagesOfRows, Prompts, Turns, build_batch, join_batches
 from vgr_trl.config import REMOVE_IMAGE
 from vgr_trl.errors import DataError
 from vgr_trl.metrics.step_metrics import Totals
 from vgr_trl.passes.run_pass import run_pass, score
 from vgr_trl.patches.trl import process_with_options
-from vgr_trl.pixels import image_tensors, joined
+from vgr_trl.pixels import PERTURBED, RowImages, image_tensors
 from vgr_trl.registries import TEACHER
 from vgr_trl.rollout import Noise, Rollout, weighted_sums
-from vgr_trl.rows import (
-    OLD_LOGPS,
-    ImagesOfRows,
-    Prompts,
-    Turns,
-    build_scoring_inputs,
-    pixels_of_rows,
-    rows_with_images,
-    scoring_inputs,
-    stacked_inputs,
-    take_rows,
-    text_inputs,
-    valid_tokens,
-)
 from vgr_trl.run import Run
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.prefix_split import round_up_to_groups
@@ -93,30 +81,35 @@ def replace_images(prompt: Any, images: Sequence[Any]) -> Any:
     return messages
 
 
-def _append_text(prompt: Any, text: str) -> Any:
-    """Append a text to the last message of a conversation, as a paragraph."""
-    if not text:
+def _show(prompt: Any, seen: Seen | None) -> Any:
+    """Return a conversation with the images of a view, and its text as the last paragraph; None: as it is."""
+    prompt = prompt if seen is None else replace_images(prompt, seen.images)
+    if seen is None or not seen.text:
         return prompt
-    content, paragraph = prompt[-1]["content"], f"\n\n{text}"
+    content, paragraph = prompt[-1]["content"], f"\n\n{seen.text}"
     content = content + paragraph if isinstance(content, str) else [*content, {"type": "text", "text": paragraph}]
     return [*prompt[:-1], {**prompt[-1], "content": content}]
 
 
-def perturb_turns(turns: Turns, numbers: Sequence[int], which: str, perturb: Perturb) -> list[list[Image.Image]]:
-    """Perturb images of each row; return all images, the prompt's first.
+def perturb_turns(
+    turns: Turns, rows: Sequence[int], numbers: Sequence[int], which: str, perturb: Perturb
+) -> list[list[Image.Image]]:
+    """Perturb images of some rows; return all images of each, the prompt's first.
 
     With `all`, a part of the first image shown by `vgr_trl.tools` becomes the same part of the perturbed image.
 
     Args:
         turns: images of prompts and tools.
+        rows: numbers of the rows.
         numbers: one number per row; rows with the same perturbed images of the prompt share it, over all processes.
         which: perturb `all` images, or only those of the `prompt` or of `tools`.
         perturb: returns perturbed images, given their number and the place of the first image in the row.
     """
     of_prompts: dict[int, list[Image.Image]] = {}
     shown = []
-    for of_row, returned, number in zip(turns.images, turns.returned, numbers, strict=True):
-        images, count = [*of_row], len(of_row) - len(returned)
+    for row, number in zip(rows, numbers, strict=True):
+        of_row = turns.images[row]
+        images, count = [*of_row], len(of_row) - len(turns.returned[row])
         if which != "tools":
             if number not in of_prompts:
                 of_prompts[number] = perturb(images[:count], index=number)
@@ -150,15 +143,15 @@ def score_perturbed(run: Run, rollout: Rollout) -> None:
     Only the pixels of one pass are kept in memory. If the perception loss is on, the batch gets the perturbed pixels of
     all rows as `perturbed_pixel_values`.
     """
-    args, batch, measurement = run.args, rollout.batch, run.measurement
-    every = range(len(batch["prompt_ids"]))
+    batch, measurement = rollout.batch, run.measurement
+    every = range(len(batch))
     if "perception" in measurement.needed:
-        pixels = _inputs_under(args.perturbation, run, rollout, every).get("pixel_values")
+        pixels = _batch_under(run.args.perturbation, run, rollout, every).images.tensors.get("pixel_values")
         if pixels is not None:
-            rollout.batch = batch = batch | {"perturbed_pixel_values": pixels}
+            rollout.batch = batch = replace(batch, images=batch.images.with_pixels(pixels, PERTURBED))
     if not (measurement.views or measurement.row_views):
         return
-    rollout.signals = signals = rollout.signals or build_unmeasured_signals(valid_tokens(batch).bool())
+    rollout.signals = signals = rollout.signals or build_unmeasured_signals(batch.valid)
     size = round_up_to_groups(run.rows_per_chunk, run.completions_per_prompt)
     chunks = [every[start : start + size] for start in every[::size]]
     if measurement.views:
@@ -174,33 +167,30 @@ def score_perturbed(run: Run, rollout: Rollout) -> None:
 
 def _score_perturbations(run: Run, rollout: Rollout, chunks: Sequence[range]) -> None:
     """Score a rollout under all perturbations, some rows at a time; set what its signals say about them."""
-    args, batch, measurement = run.args, rollout.batch, run.measurement
-    signals = cast("RolloutSignals", rollout.signals)
-    parts = [
-        score(
-            run,
-            stacked_inputs([_inputs_under(name, run, rollout, rows) for name in measurement.views]),
-            Want(hidden=measurement.needs("shift")),
-            purpose=Purpose.VIEW,
-        )
-        for rows in chunks
-    ]
+    args, measurement, parts = run.args, run.measurement, list[Scores]()
+    signals, want = cast("RolloutSignals", rollout.signals), Want(hidden=measurement.needs("shift"))
+    for rows in chunks:
+        views = [_batch_under(name, run, rollout, rows) for name in measurement.views]
+        joined = join_batches(views, pad_token_id=run.tokenizer.pad_token_id)
+        parts.append(score(run, joined, want, purpose=Purpose.VIEW))
     logps = torch.cat([part.logps.unflatten(0, (len(measurement.views), -1)) for part in parts], 1)  # (views, N, T)
     if args.perturbation in measurement.views:
         rollout.changes = logps[measurement.views.index(args.perturbation)] - signals.logps
     turns = rollout.turns
-    seen = rows_with_images(batch) if turns is None else rows_perturbed(turns, args.perturb_images)
+    seen = rollout.batch.has_images if turns is None else rows_perturbed(turns, args.perturb_images)
     blind = ~seen.to(logps.device).unsqueeze(1)  # (N, 1)
-    views = dict(zip(measurement.views, logps.masked_fill(blind, torch.nan), strict=True))
+    seen_logps = dict(zip(measurement.views, logps.masked_fill(blind, torch.nan), strict=True))
     if "views" in measurement.needed:
-        signals.views |= {name: value.float() for name, value in views.items()}
+        signals.views |= {name: value.float() for name, value in seen_logps.items()}
     if "dependency" in measurement.needed:
-        perturbed = torch.stack([views[name] for name in args.perturbations])
+        perturbed = torch.stack([seen_logps[name] for name in args.perturbations])
         each = visual_dependency(signals.logps.expand_as(perturbed), perturbed)
         signals.dependency = each.mean(0) if args.dependency_over == "mean" else each.amin(0)
     if measurement.needs("shift") and rollout.scores is not None and rollout.scores.hidden is not None:
         mask = signals.mask.bool()
-        hidden = [part.hidden[: len(part.hidden) // len(views)] for part in parts if part.hidden is not None]
+        hidden = [
+            part.hidden[: len(part.hidden) // len(measurement.views)] for part in parts if part.hidden is not None
+        ]
         with torch.no_grad():
             others = torch.cat(hidden)
             shift = Head(causal_model(run.model)).shift(rollout.scores.hidden, others, mask, args.temperature)
@@ -222,9 +212,9 @@ def _score_row_view(run: Run, rollout: Rollout, name: str, chunks: Sequence[rang
     for rows in chunks:
         seen = _rows_under(measurement.row_views[name], run, rollout, rows)
         shown = {row: [*each.images] for row, each in zip(rows, seen, strict=True) if each is not None}
-        inputs = inputs_with_view(run, rollout, rows, seen)
+        batch = _batch_behind([*map(_show, rollout.messages[rows.start : rows.stop], seen)], run, rollout, rows)
         with _weights_of(name, run) as model, torch.no_grad():
-            scores = score(run, inputs, Want(hidden=reads), model, purpose=Purpose.VIEW)
+            scores = score(run, batch, Want(hidden=reads), model, purpose=Purpose.VIEW)
             if scores.hidden is not None:
                 read = [row in shown and (reads_all or row in (rollout.recorded or ())) for row in rows]
                 mask = scores.mask & torch.tensor(read, device=scores.mask.device).unsqueeze(1)
@@ -240,7 +230,7 @@ def _score_row_view(run: Run, rollout: Rollout, name: str, chunks: Sequence[rang
     if name == TEACHER and run.measurement.term_needs & {"teacher", "teacher_top"}:
         named = zip(("teacher_top_ids", "teacher_top_logps"), (rollout.teacher_top or ()) * reads_all, strict=False)
         columns = {column: each.transpose(1, 2).contiguous() for column, each in named}  # the tokens last
-        rollout.batch = rollout.batch | {"teacher_logps": logps} | columns
+        rollout.batch = rollout.batch.with_columns(teacher_logps=logps, **columns)
     return logps
 
 
@@ -268,56 +258,41 @@ def _rows_under(view: str, run: Run, rollout: Rollout, rows: range) -> list[Seen
     return [shown[number] for number in numbers]
 
 
-def inputs_with_view(run: Run, rollout: Rollout, rows: range, seen: Sequence[Seen | None]) -> dict[str, Any]:
-    """Build the scoring inputs of some rows of a rollout behind prompts with other images and texts, of any size.
-
-    Args:
-        run: processor and padding.
-        rollout: a scored rollout.
-        rows: numbers of the rows.
-        seen: each of these rows under a view; None: as it is.
-    """
-    own, part = rollout.messages[rows.start : rows.stop], slice(rows.start, rows.stop)
-    shown = [
-        one if new is None else _append_text(replace_images(one, new.images), new.text)
-        for one, new in zip(own, seen, strict=True)
-    ]
+def _batch_behind(conversations: list[Any], run: Run, rollout: Rollout, rows: range) -> Batch:
+    """Build a batch of the completions of some rows of a rollout behind other prompts, of any size."""
+    part = slice(rows.start, rows.stop)
     with images_processed_once(run.processor):
-        prompts = run.tokenize(shown)
-    inputs = build_scoring_inputs(
+        prompts = run.tokenize(conversations)
+    batch = build_batch(
         prompts,
-        rollout.batch["completion_ids"][part].tolist(),
+        rollout.batch.completion_ids[part].tolist(),
         pad_token_id=run.tokenizer.pad_token_id,
         vision_token_ids=run.measurement.vision_token_ids,
         pad_to_multiple_of=run.pad_to_multiple_of,
     )
-    completion_mask = rollout.batch["completion_mask"][part]
-    inputs["attention_mask"][:, -inputs["logits_to_keep"] :] = completion_mask.to(inputs["attention_mask"])
-    return inputs
+    for name in rollout.batch.token_types:  # which processors leave out beside texts
+        batch.columns.setdefault(name, torch.zeros_like(batch.ids))
+    return replace(batch, completion_mask=rollout.batch.completion_mask[part].to(batch.completion_mask))
 
 
-def _inputs_under(name: str, run: Run, rollout: Rollout, rows: range) -> dict[str, Any]:
-    """Build the scoring inputs of some rows of a rollout under the perturbation `name`."""
+def _batch_under(name: str, run: Run, rollout: Rollout, rows: range) -> Batch:
+    """Return the tokens and images of some rows of a rollout under the perturbation `name`."""
     args = run.args
     if name == REMOVE_IMAGE:
-        prompts = run.tokenize([replace_images(prompt, ()) for prompt in rollout.messages[rows.start : rows.stop]])
-        return text_inputs(_take_batch(rollout, rows), prompts, run.tokenizer.pad_token_id)
+        texts = [replace_images(prompt, ()) for prompt in rollout.messages[rows.start : rows.stop]]
+        return _batch_behind(texts, run, rollout, rows)
     perturb = partial(perturb_images, name=name, parameters=args.parameters_of(name), seed=args.seed, step=run.step)
     shared_by = run.completions_per_prompt if args.perturb_per == "prompt" else 1
-    inputs, images = inputs_with_other_images(run, rollout, rows, perturb, shared_by, args.perturb_images)
+    batch, images = batch_with_other_images(run, rollout, rows, perturb, shared_by, args.perturb_images)
     if name == args.perturbation:
         rollout.perturbed_images |= zip(rows, images, strict=True)
-    return inputs
+    return batch
 
 
-def _take_batch(rollout: Rollout, rows: range) -> dict[str, Any]:
-    return rollout.batch if len(rows) == len(rollout.rows) else take_rows(rollout.batch, rows)
-
-
-def inputs_with_other_images(
+def batch_with_other_images(
     run: Run, rollout: Rollout, rows: range, perturb: Perturb, shared_by: int, which: str = "all"
-) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Build the scoring inputs of some rows of a rollout with perturbed images; return the images of each row too.
+) -> tuple[Batch, list[list[Any]]]:
+    """Return the tokens of some rows of a rollout with perturbed images, and these images of each row.
 
     Args:
         run: processor of the model.
@@ -330,7 +305,8 @@ def inputs_with_other_images(
     Raises:
         DataError: the perturbed images have other pixel shapes than the images.
     """
-    batch, numbers = _take_batch(rollout, rows), [(rollout.first + row) // shared_by for row in rows]
+    batch = rollout.batch.take(rows).to_score
+    numbers = [(rollout.first + row) // shared_by for row in rows]
     fields: Mapping[str, Any] = {}
     if rollout.turns is None:
         conversations, own = perturb_prompts(rollout.messages[rows.start : rows.stop], numbers, perturb)
@@ -338,27 +314,45 @@ def inputs_with_other_images(
         fields, distinct = prompts.fields, prompts.images or []
         images: list[list[Any]] = [images_in(conversations[place]) for place in own]
     else:
-        images = distinct = perturb_turns(rollout.turns.take(rows), numbers, which, perturb)
+        images = distinct = perturb_turns(rollout.turns, rows, numbers, which, perturb)
         fields, own = process_images(run.processor, images) if any(images) else {}, [*range(len(rows))]
     if not any(images):
-        return scoring_inputs(batch), images
-    pixels = joined(pixels_of_rows(fields, distinct, own, batch))
-    return scoring_inputs({**batch, "pixel_values": pixels}), images
+        return batch, images
+    return replace(batch, images=_perturbed_images(batch.images, fields, distinct, own)), images
 
 
-def score_perturbed_part(run: Run, model: nn.Module, batch: Mapping[str, Any], tokens: torch.Tensor) -> Scores:
+def _perturbed_images(
+    images: RowImages, fields: Mapping[str, Any], distinct: ImagesOfRows, own: Sequence[int]
+) -> RowImages:
+    """Return the images of N rows with perturbed pixels.
+
+    Args:
+        images: unperturbed.
+        fields: outputs of the processor for the distinct perturbed prompts, in order.
+        distinct: images of each distinct prompt.
+        own: number of each row's prompt among the distinct prompts.
+
+    Raises:
+        DataError: the processor gives perturbed images other shapes than the images.
+    """
+    tiles = images.num_tiles and [images.num_tiles[own.index(place)] for place in range(len(distinct))]
+    shown = RowImages(image_tensors(fields), [len(of_prompt or ()) for of_prompt in distinct], tiles)
+    return images.with_pixels(shown.take(own).tensors["pixel_values"])
+
+
+def score_perturbed_part(run: Run, model: nn.Module, batch: Batch, tokens: torch.Tensor) -> Scores:
     """Score a part of a micro-batch with perturbed images, with gradients.
 
     Args:
         run: gives processes and plans.
         model: the policy, also wrapped.
-        batch: a part of a micro-batch, with `perturbed_pixel_values` if it has images.
+        batch: a part of a micro-batch, with perturbed images if it has images.
         tokens: (N, T) bool, tokens with loss.
     """
-    if (pixels := batch.get("perturbed_pixel_values")) is not None:
-        batch = {**batch, "pixel_values": joined(pixels)}
+    if PERTURBED in batch.images.tensors:
+        batch = replace(batch, images=batch.images.with_pixels(batch.images.tensors[PERTURBED]))
     want = Want(entropies=True, tokens=tokens)
-    return run_pass(run, model, scoring_inputs(batch), want, purpose=Purpose.VIEW, gradients=True)
+    return run_pass(run, model, batch, want, purpose=Purpose.VIEW, gradients=True)
 
 
 def perturb_noisy_prompts(run: Run, rollout: Rollout, prompts: Prompts) -> Prompts:
@@ -416,11 +410,11 @@ def record_noise(run: Run, rollout: Rollout, reward_weights: torch.Tensor) -> No
     if noise.generations and (args.noisy_importance == "perturbed" or args.teacher_view == "clean"):
         batch, seen = rollout.batch, noise.prompts
         if seen is not None and seen.images is not None:
-            pixels = pixels_of_rows(seen.fields, seen.images, range(len(rollout.rows)), batch)
-            batch = batch | {"pixel_values": joined(pixels)}
-        scores = score(run, scoring_inputs(batch), Want(), purpose=Purpose.VIEW)
+            images = _perturbed_images(batch.images, seen.fields, seen.images, range(len(batch)))
+            batch = replace(batch, images=images)
+        scores = score(run, batch, Want(), purpose=Purpose.VIEW)
         if args.noisy_importance == "perturbed":
-            rollout.batch = rollout.batch | {OLD_LOGPS: scores.logps}
+            rollout.batch = replace(rollout.batch, old_logps=scores.logps)
         if args.teacher_view == "clean" and rollout.signals is not None:
             rollout.signals.views[NOISY] = scores.logps.float()
     rollout.metrics |= {"noisy/generations": float(noise.generations), "noisy/strength": noise.strength}

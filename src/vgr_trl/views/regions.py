@@ -16,7 +16,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from vgr_trl.data.images import Box, boxes_of
 from vgr_trl.errors import DataError
-from vgr_trl.pixels import image_inputs_of, image_tensors, parts_by_counts, tiles_by_tokens
+from vgr_trl.pixels import RowImages, image_tensors
 from vgr_trl.rollout import Rollout, describe_row
 from vgr_trl.run import Run
 from vgr_trl.views.perturbed_pass import images_in, replace_images
@@ -63,12 +63,11 @@ def region_mask(run: Run, rollout: Rollout, prompt_ids: torch.Tensor) -> torch.T
 
     shown, black, white = map(draw, (boxes.values(), repeat([]), repeat(_WHOLE)))
     lit = lit_share(*(given["pixel_values"] for given in (shown, black, white)))
-    ones = [1] * len(leaders)
-    parts = parts_by_counts(shown, ones, tiles_by_tokens(image_inputs_of(shown), ones, vision[leaders].cpu()))
+    drawings = RowImages.count(shown, vision[leaders].cpu(), [1] * len(leaders))
+    parts = drawings.slices["pixel_values"]
     for index, rows in enumerate(members.values()):
-        given = {name: value[parts[name][index]] for name, value in shown.items()}
         places = vision[leaders[index]].nonzero().flatten()
-        shares = token_shares(lit[parts["pixel_values"][index]], given, len(places))
+        shares = token_shares(lit[parts[index]], drawings.rows[index], len(places))
         chosen = select_region(shares).to(region.device)
         for row in rows:
             region[row, vision[row]] = chosen

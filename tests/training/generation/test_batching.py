@@ -16,10 +16,10 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from vgr_trl import batching
+from vgr_trl.batch import pad_rows
 from vgr_trl.batching import BatchingError, ContinuousBatching, make_requests, why_not_batched
 from vgr_trl.errors import ConfigError, EngineError
 from vgr_trl.passes import run_pass
-from vgr_trl.rows import pad_rows
 from vgr_trl.signals.scoring import Purpose
 
 FAST = {"max_steps": 1, "compute_attention_metrics": False, "use_transformers_continuous_batching": True}
@@ -192,8 +192,8 @@ def test_a_turn_behind_images_of_tools_is_a_batch_of_its_own(monkeypatch, model_
         trainer.generate_and_score(rollout)
     assert len(shown) == 3
     assert [len(images) for images in rollout.turns.returned] == [0, 1, 2, 1] * 2
-    columns = rollout.batch["completion_ids"].size(1)
-    assert rollout.batch["sampling_per_token_logps"].size(1) == columns
+    columns = rollout.batch.completion_ids.size(1)
+    assert rollout.batch.columns["engine_logps"].size(1) == columns
 
 
 def test_an_engine_whose_log_probabilities_serve_as_old_ones_is_compared_in_the_next_update(

@@ -1,4 +1,5 @@
 from copy import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,11 +48,11 @@ def test_the_last_of_each_group_are_sampled_from_noise_and_all_train_on_the_imag
     assert same == [True, False, False, False] * 2
     assert torch.equal(shown[1], shown[2]), "one perturbed image for a prompt"
     assert rollout.noise.rows == [False, True, True, True] * 2
-    assert torch.equal(rollout.batch["pixel_values"], torch.cat(expected))
-    trained_on = torch.cat([batch["pixel_values"] for batch in batches])
+    assert torch.equal(rollout.batch.images.tensors["pixel_values"], torch.cat(expected))
+    trained_on = torch.cat([batch.images.tensors["pixel_values"] for batch in batches])
     clean_rows = {one.numpy().tobytes() for one in expected}
     assert {one.numpy().tobytes() for one in rows_of(trained_on, grid)} == clean_rows
-    assert "old_per_token_logps" not in rollout.batch, "as published, the ratio of the first pass is 1"
+    assert rollout.batch.old_logps is None, "as published, the ratio of the first pass is 1"
     assert list(run._logs["extra"]["noisy"]) == rollout.noise.rows
     rewards = run._logs["rewards"]["letters_reward"]
     of_noise = [value for row, value in enumerate(rewards) if row % 4]
@@ -69,15 +70,15 @@ def test_the_ratio_to_the_policy_that_generated(make, monkeypatch):
     generated, batches, rollout = trained(run, monkeypatch)
     batch = rollout.batch
     with torch.no_grad():
-        logits = emitted(run.model, batch | {"pixel_values": generated["pixel_values"]})
-    logps = (logits / run.temperature).log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
-    valid = batch["completion_mask"].bool()
-    old = batch["old_per_token_logps"]
+        logits = emitted(run.model, replace(batch, images=batch.images.with_pixels(generated["pixel_values"])))
+    logps = (logits / run.temperature).log_softmax(-1).gather(-1, batch.completion_ids[..., None])[..., 0]
+    valid = batch.completion_mask.bool()
+    old = batch.old_logps
     assert torch.allclose(old[valid], logps[valid], atol=1e-5)
     clean = rollout.signals.logps
     assert torch.allclose(old[[0, 4]][valid[[0, 4]]], clean[[0, 4]][valid[[0, 4]]], atol=1e-5)
     assert (old - clean)[[1, 2, 3]][valid[[1, 2, 3]]].abs().max() > 1e-3
-    read = torch.cat([part["old_per_token_logps"].flatten() for part in batches])
+    read = torch.cat([part.old_logps.flatten() for part in batches])
     assert not read.isnan().any()
 
 

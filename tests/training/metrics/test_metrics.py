@@ -7,6 +7,7 @@ import torch
 import yaml
 from transformers.integrations import integration_utils
 
+from vgr_trl.batch import Batch
 from vgr_trl.callbacks.trackers import guard_trackers, rename_for_verl
 from vgr_trl.metrics import step_metrics as clocks
 from vgr_trl.metrics.step_metrics import StageClock, StepMetrics
@@ -23,19 +24,21 @@ def alone(**more):
     return StepMetrics(args, SimpleNamespace(reduce=lambda local, reduction: local))
 
 
+def rows_of(prompt_mask, completion_mask):
+    return Batch(prompt_mask, prompt_mask, completion_mask, completion_mask)
+
+
 def test_rates_and_kl_start_a_new_window_after_each_reading():
     """Two micro-batches on one process: 4 + 3 tokens of prompts and completions, 2 completions each.
 
     A ratio of 2 is 2 - 1 - ln 2 = 0.306853, over three tokens; padding does not count.
     """
     steps, weights = alone(), {"accuracy": 0.5, "format": 2.0}
-    inputs = {
-        "prompt_mask": torch.ones(2, 2), "completion_mask": torch.tensor([[1, 1], [1, 0]]),
-        "old_per_token_logps": torch.tensor([[-2.0, -1.0], [-1.0, -1.0]]),
-    }  # fmt: skip
+    batch = rows_of(torch.ones(2, 2), torch.tensor([[1, 1], [1, 0]]))
+    batch.old_logps = torch.tensor([[-2.0, -1.0], [-1.0, -1.0]])
     for _ in range(2):
-        logps = inputs["old_per_token_logps"] + torch.tensor([[math.log(2), 0.0], [0.0, 5.0]])
-        assert steps.measure(inputs, logps, {}) == {"approx_kl": pytest.approx(0.306853 / 3, abs=1e-6)}
+        logps = batch.old_logps + torch.tensor([[math.log(2), 0.0], [0.0, 5.0]])
+        assert steps.measure(batch, logps, {}) == {"approx_kl": pytest.approx(0.306853 / 3, abs=1e-6)}
     rest = {
         "skipped/rows": 0.0, "skipped/tokens": 0.0, "reward_weights/accuracy": 0.5, "reward_weights/format": 2.0,
     }  # fmt: skip
@@ -49,10 +52,10 @@ def test_rates_and_kl_start_a_new_window_after_each_reading():
 def test_means_over_tokens_that_were_scored():
     """Of three valid tokens in two rows one row of two ran; TRL's mean over the three becomes one over the two."""
     steps = alone()
-    inputs = {"prompt_mask": torch.ones(2, 1), "completion_mask": torch.tensor([[1, 1], [1, 0]])}
+    batch = rows_of(torch.ones(2, 1), torch.tensor([[1, 1], [1, 0]]))
     loss_mask = torch.tensor([[True, True], [False, False]])
     metrics = {"entropy": [9.0, 2.0]}
-    assert steps.measure(inputs, torch.zeros(2, 2), metrics, loss_mask, 1) == {"approx_kl": 0.0}
+    assert steps.measure(batch, torch.zeros(2, 2), metrics, loss_mask, 1) == {"approx_kl": 0.0}
     assert metrics == {"entropy": [9.0, 3.0]}
     found = steps.summarise_window(1.0, {})
     assert (found["skipped/rows"], found["skipped/tokens"]) == (1.0, 1.0)
@@ -63,11 +66,11 @@ def test_weights_of_vespo_are_averaged_over_completions_that_train(by_token):
     """A ratio of 2 with k = 2 and lambda = 3 weighs 4 e^-3; the completion without an advantage is skipped."""
     steps = alone(loss_type="vespo", vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
     advantages, ones = torch.tensor([1.0, 0.0]), torch.ones(2, 2)
-    inputs = {"prompt_mask": ones, "completion_mask": ones, "old_per_token_logps": torch.zeros(2, 2)}
-    inputs["advantages"] = advantages.unsqueeze(1) * ones if by_token else advantages
+    batch = rows_of(ones, ones)
+    batch.old_logps, batch.advantages = torch.zeros(2, 2), advantages.unsqueeze(1) * ones if by_token else advantages
     logps, loss_mask = torch.tensor([[math.log(2), 0.0], [0.0, 0.0]]), torch.tensor([[True, True], [False, False]])
     metrics = {"vespo/phi_seq_mean": [9.0]}
-    steps.measure(inputs, logps, metrics, loss_mask, 1)
+    steps.measure(batch, logps, metrics, loss_mask, 1)
     assert metrics == {"vespo/phi_seq_mean": [pytest.approx(4 * math.exp(-3))]}
 
 
