@@ -126,7 +126,7 @@ def test_undefined_rewards_are_counted_and_nan_is_warned_of_once(build, monkeypa
         return [math.nan] * len(completions)
 
     warnings = []
-    monkeypatch.setattr("vgr_trl.trainer.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.rewards.calling.logger.warning", warnings.append)
     trainer = build(rewards=[letters_reward, nan_now_and_then])
     trainer.train()
     (warning,) = warnings

@@ -23,8 +23,8 @@ from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.patching import evaluating, keep_random_state, patched_attribute
 from vgr_trl.rewards.answers import decode_with_tags, states_answer, usable_solution
+from vgr_trl.rewards.calling import check_callable, fit_arguments, reward_name
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
-from vgr_trl.rewards.loading import check_callable, fit_arguments, reward_name
 from vgr_trl.rewards.phrases import normalise
 
 __all__ = ["AnswerScores", "Evaluation", "blank_image", "evaluate", "print_scores"]

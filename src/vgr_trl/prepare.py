@@ -40,7 +40,7 @@ from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.patches.transformers import close_group_at_exit, disable_cudnn_attention, give_timeout
 from vgr_trl.patches.trl import let_decoding_compile, suppress_image_tokens
 from vgr_trl.registries import BLIND_ANSWERS, find_measurements, needed_signals
-from vgr_trl.rewards.loading import check_callable, reads_solution
+from vgr_trl.rewards.calling import check_callable, reads_solution
 from vgr_trl.run import iterate_datasets
 from vgr_trl.validate.options import (
     check_head,

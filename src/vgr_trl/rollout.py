@@ -1,6 +1,6 @@
 """State of a rollout, which the trainer's hooks fill in."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from vgr_trl.batch import Batch, Placement, Prompts, Turns
 from vgr_trl.data.images import IMAGE_COLUMNS, images_of, refuse_named_files
 from vgr_trl.data.prompts import texts_of
-from vgr_trl.errors import DataError
+from vgr_trl.errors import DataError, RewardError
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.scoring import Scores
 
@@ -191,3 +191,22 @@ def describe_row(row: Mapping[str, Any]) -> str:
 def weighted_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sums (N,) of rewards (N, F); NaN for a completion that no reward applies to."""
     return (rewards * weights.to(rewards)).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), torch.nan)
+
+
+def refuse_infinite(rewards: torch.Tensor, names: Sequence[str], rows: Sequence[Mapping[str, Any]], first: int) -> None:
+    """Raise `RewardError` on all processes if a reward is infinite; a reward that does not apply is NaN.
+
+    Args:
+        rewards: of all processes, (N of all, number of functions).
+        names: names of the functions.
+        rows: rows of this process.
+        first: number of the first of these rows among all.
+    """
+    infinite = rewards.isinf().nonzero().tolist()
+    if not infinite:
+        return
+    row, function = infinite[0]
+    here = f", the {describe_row(rows[row - first])}" if first <= row < first + len(rows) else ""
+    found = f"{rewards[row, function].item()} for row {row} of the {len(rewards)} of the rollout batch{here}"
+    cure = "return a finite float32 number, or None where the reward does not apply"
+    raise RewardError(f"The reward {names[function]} is {found}: {cure}.")

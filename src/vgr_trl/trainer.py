@@ -79,14 +79,14 @@ from vgr_trl.processes import initialise_loader
 from vgr_trl.registries import loss_terms
 from vgr_trl.reporting.markdown import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
 from vgr_trl.reporting.recorder import RolloutRecorder
-from vgr_trl.rewards.answers import ANSWER_TAGS, completion_text, decode_with_tags, excerpt
-from vgr_trl.rewards.functions import WholeGroups
-from vgr_trl.rewards.loading import LATE_REWARD, collect_token_weights, is_from, wrap_reward
+from vgr_trl.rewards.answers import ANSWER_TAGS, completion_text, decode_with_tags
+from vgr_trl.rewards.calling import LATE_REWARD, RewardCalls, is_from, wrap_reward
+from vgr_trl.rewards.loading import collect_token_weights
 from vgr_trl.rollout import (
     Rollout,
-    describe_row,
     normalise_image_columns,
     refuse_files_in_prompts,
+    refuse_infinite,
     weighted_sums,
 )
 from vgr_trl.rollout_checks import EngineCheck, check_pixel_use
@@ -143,13 +143,10 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         1
 
     Attributes:
-        measurement: quantities that are measured of rollouts.
-        features: where prompts are computed once and what training passes skip, or why not.
-        passes: runs every forward pass.
+        run: options, model, facts and plans, which all stages read.
         replay, further_prompts, critic: None where they are off.
         kl: the KL to the reference, and the coefficient that follows it.
         loss_terms: name of a loss term that is on -> its function.
-        term_needs: quantities that these terms need.
         termination: callback that saves a checkpoint after SIGTERM; `stopped` says whether it has.
         idle_options: name of an option that is not at its default -> why it has no effect.
 
@@ -181,8 +178,6 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         rewards, self.reward_schedule = plan_rewards(reward_funcs, args, lambda: self.run.completions_per_prompt)
         self._loss_pass: LossPass | None = None  # set while TRL computes the loss of a training pass
         self._until_backward: ExitStack | None = None  # closed when the backward pass of a micro-batch has run
-        self._rewards_with_nan: set[str] = set()
-        self._first_rewards: list[torch.Tensor] = []  # of the first two rollouts
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
         given = patched_attribute(args, "reward_weights", weights)
         if isinstance(model, nn.Module):
@@ -276,6 +271,9 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     def _add_state(self) -> None:
         """Create the state that checkpoints save."""
         args, run = self.args, self.run
+        wrap = partial(wrap_reward, trainer=self, seconds=args.reward_timeout)
+        num_tasks = len(self.reward_schedule.regular)
+        self.reward_calls = RewardCalls(self.reward_funcs, self.reward_func_names, num_tasks, wrap)
         self.zero_variance_streak = ZeroVarianceStreak(args)
         self.replay = Replay(run) if args.replay_buffer_size > 0 else None
         if args.dynamic_sampling == "resample":
@@ -487,18 +485,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
                 columns |= counts
             self._balances = columns.get("mdi_balance")
             rows = [row | {name: values[i] for name, values in columns.items()} for i, row in enumerate(inputs)]
-            with patched_attribute(self, "reward_funcs", self._wrap_rewards(rollout)):
+            wrapped = self.reward_calls.wrapped(alone=rollout is not None and rollout.greedy)
+            with patched_attribute(self, "reward_funcs", wrapped):
                 rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
             rewards = self.kl.drop_unscored_penalties(rewards)
             refuse_infinite(rewards, self.reward_func_names, rows, len(rows) * self.accelerator.process_index)
-            undefined_of = zip(self.reward_funcs, self.reward_func_names, rewards.isnan().T, strict=True)
-            for reward, name, undefined in undefined_of:
-                self._log_metrics({f"rewards/{name}/not_applicable": undefined.float().mean().item()})
-                if isinstance(reward, nn.Module) and undefined.any():
-                    self._warn_of_nan(name, int(undefined.sum()))
-            if self.model.training and len(self._first_rewards) < 2:
-                self._first_rewards.append(rewards)
-                self._warn_of_constants(completions[0], [name for name in rows[0] if not name.startswith("__")])
+            self._log_metrics(self.reward_calls.count_undefined(rewards))
+            if self.model.training:
+                self.reward_calls.warn_of_constants(rewards, completions[0], rows[0])
             if self.reward_schedule.changes:  # comparable over the change of weights, unlike `reward`
                 late = self._weights_with(self.reward_schedule.regular)
                 self._log_metrics({LATE_REWARD: weighted_sums(rewards, late).nanmean().item()})
@@ -809,41 +803,6 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         """Return the reward weights with `of_task` for the rewards of the task; the last, of the KL, stays."""
         return torch.cat([self.reward_weights.new_tensor(of_task), self.reward_weights[len(of_task) :]])
 
-    def _wrap_rewards(self, rollout: Rollout | None) -> list[Any]:
-        """Wrap the reward functions, so that they return one number or None per completion, or an error names them.
-
-        A single greedy completion has no group: rewards that compare a group are 0 for it, or None beside others.
-        """
-        alone = rollout is not None and rollout.greedy
-        tasks = self.reward_funcs[: len(self.reward_schedule.regular)]  # without the KL, which follows them
-        value = 0.0 if all(isinstance(reward, WholeGroups) for reward in tasks) else None
-        found: list[Any] = []
-        for reward, name in zip(self.reward_funcs, self.reward_func_names, strict=True):
-            if not isinstance(reward, nn.Module):
-                function = partial(_repeat, value) if alone and isinstance(reward, WholeGroups) else reward
-                reward = wrap_reward(function, name, self._warn_of_nan, self, self.args.reward_timeout)
-            found.append(reward)
-        return found
-
-    def _warn_of_nan(self, name: str, count: int) -> None:
-        if name not in self._rewards_with_nan:
-            self._rewards_with_nan.add(name)
-            effect = f"they count as not applicable, as None does (metric rewards/{name}/not_applicable; logged once)"
-            cure = "Return None where a reward does not apply"
-            logger.warning(f"The reward {name} returned NaN for {count} completions: {effect}. {cure}.")
-
-    def _warn_of_constants(self, completion: Any, columns: list[str]) -> None:
-        """Name the user's rewards that were one number in the first two rollouts, and an example of their inputs."""
-        rewards = torch.cat(self._first_rewards).T
-        for reward, name, values in zip(self.reward_funcs, self.reward_func_names, rewards, strict=True):
-            if len(self._first_rewards) == 2 and values.eq(values[0]).all() and not is_from(reward, "vgr_trl", "trl"):
-                got = f"the completion {excerpt(completion)} and the columns {', '.join(columns)}, among others"
-                logger.warning(f"The reward {name} was always {values[0]:g}: check that it reads {got}.")
-
-
-def _repeat(value: float | None, completions: list[Any], **kwargs: Any) -> list[float | None]:
-    return [value] * len(completions)
-
 
 def keep_returned_weights(rollout: Rollout, token_weights: bool) -> None:
     """Add the token weights that reward files have returned to a rollout's signals.
@@ -885,22 +844,3 @@ def apply_token_credit(run: Run, rollout: Rollout) -> dict[str, float]:
     )
     rollout.batch = replace(rollout.batch, advantages=advantages)
     return metrics
-
-
-def refuse_infinite(rewards: torch.Tensor, names: Sequence[str], rows: Sequence[Mapping[str, Any]], first: int) -> None:
-    """Raise `RewardError` on all processes if a reward is infinite; a reward that does not apply is NaN.
-
-    Args:
-        rewards: of all processes, (N of all, number of functions).
-        names: names of the functions.
-        rows: rows of this process.
-        first: number of the first of these rows among all.
-    """
-    infinite = rewards.isinf().nonzero().tolist()
-    if not infinite:
-        return
-    row, function = infinite[0]
-    here = f", the {describe_row(rows[row - first])}" if first <= row < first + len(rows) else ""
-    found = f"{rewards[row, function].item()} for row {row} of the {len(rewards)} of the rollout batch{here}"
-    cure = "return a finite float32 number, or None where the reward does not apply"
-    raise RewardError(f"The reward {names[function]} is {found}: {cure}.")

@@ -26,7 +26,7 @@ from vgr_trl.rewards import (
     think_format_reward,
     vgr_reward,
 )
-from vgr_trl.rewards.loading import HANGING_ADVICE, check_callable, logger, wrap_reward
+from vgr_trl.rewards.calling import HANGING_ADVICE, check_callable, logger, wrap_reward
 
 
 def test_rewards_by_name():

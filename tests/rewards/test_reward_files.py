@@ -109,7 +109,8 @@ def test_pairs_of_reward_and_metrics(written):
 PROGRAM = """
 import json, signal, sys
 from vgr_trl.rewards import load_rewards
-from vgr_trl.rewards.loading import FileOptions, wrap_reward
+from vgr_trl.rewards.calling import wrap_reward
+from vgr_trl.rewards.loading import FileOptions
 
 def score(*texts):
     rows = [[{"role": "assistant", "content": text}] for text in texts]

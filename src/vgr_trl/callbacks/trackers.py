@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from vgr_trl.errors import ConfigError, error_text
 from vgr_trl.patching import patched_attribute
-from vgr_trl.rewards.loading import LATE_REWARD
+from vgr_trl.rewards.calling import LATE_REWARD
 
 logger = logging.get_logger(__name__)
 

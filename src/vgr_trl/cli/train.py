@@ -63,7 +63,8 @@ from vgr_trl.prepare import read_context, reads_boxes
 from vgr_trl.reporting.console import print_record
 from vgr_trl.reporting.recorder import RecordBeforeTraining, needs_record_before_training
 from vgr_trl.reporting.records import IDENTITY_FILE, read_object, read_run, refuse_unwritable
-from vgr_trl.rewards.loading import reads_solution, replace_by_hard_negative
+from vgr_trl.rewards.calling import reads_solution
+from vgr_trl.rewards.loading import replace_by_hard_negative
 from vgr_trl.tools import load_environment
 from vgr_trl.trainer import DAPOTrainer
 

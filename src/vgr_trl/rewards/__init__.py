@@ -5,6 +5,7 @@ prompt, such as those from VGR. `loading.py` loads and wraps reward functions, a
 """
 
 from vgr_trl.rewards.answers import Solution, resolve_solution
+from vgr_trl.rewards.calling import RewardSchedule
 from vgr_trl.rewards.functions import (
     accuracy_reward,
     gather_groups,
@@ -15,7 +16,7 @@ from vgr_trl.rewards.functions import (
     vgr_hard_negative_reward,
     vgr_reward,
 )
-from vgr_trl.rewards.loading import RewardSchedule, load_reward, load_rewards
+from vgr_trl.rewards.loading import load_reward, load_rewards
 
 __all__ = [
     "RewardSchedule", "Solution", "accuracy_reward", "gather_groups", "get_soft_overlong_punishment", "load_reward",

@@ -22,7 +22,7 @@ from vgr_trl.registries import (
     is_measured_after_rewards,
     needed_signals,
 )
-from vgr_trl.rewards.loading import may_read_columns
+from vgr_trl.rewards.calling import may_read_columns
 from vgr_trl.run import Features, Measurement, Run, RunFacts
 from vgr_trl.sharing.exactness import why_not_share
 from vgr_trl.sharing.model_support import (

@@ -22,8 +22,9 @@ from vgr_trl.errors import ConfigError, UnsupportedTRLError, naming_torchvision,
 from vgr_trl.loss.kl import kl_penalty_reward
 from vgr_trl.options import unused_options
 from vgr_trl.pixels import TOKEN_TYPES
+from vgr_trl.rewards.calling import RewardSchedule
 from vgr_trl.rewards.functions import gather_groups, needed_columns, scale_by_accuracy
-from vgr_trl.rewards.loading import RewardSchedule, is_reward_name, load_reward, replace_by_hard_negative
+from vgr_trl.rewards.loading import is_reward_name, load_reward, replace_by_hard_negative
 from vgr_trl.run import Run, RunFacts
 from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.sharing.model_support import causal_model
