@@ -4,6 +4,7 @@ import pytest
 import torch
 import yaml
 
+from vgr_trl.errors import DataError
 from vgr_trl.pixels import RowImages, UnknownParts, parts_by_tokens
 
 IMAGE, PAD = 2, 9
@@ -46,3 +47,15 @@ def test_counts_and_tokens_give_the_same_parts(case):
 def test_what_tokens_cannot_assign_with_certainty(inputs, rows):
     with pytest.raises(UnknownParts):
         parts_by_tokens(inputs, placeholders(rows))
+
+
+def test_other_pixels_of_a_row_that_was_padded_to_a_larger_one():
+    """Processors pad to the largest image of their call."""
+    images = RowImages({"pixel_values": torch.zeros(2, 1, 4, 6), "image_sizes": torch.tensor([[2, 3], [4, 6]])}, [1, 1])
+    first, size = images.take([0]), torch.tensor([[2, 3]])
+    changed = first.with_pixels_of(RowImages({"pixel_values": torch.ones(1, 1, 2, 3), "image_sizes": size}, [1]))
+    assert changed.tensors["pixel_values"].shape == (1, 1, 4, 6)
+    assert changed.tensors["pixel_values"].sum() == changed.tensors["pixel_values"][..., :2, :3].sum() == 6
+    for smaller in ({"image_sizes": size - 1}, {}):
+        with pytest.raises(DataError):
+            first.with_pixels_of(RowImages({"pixel_values": torch.ones(1, 1, 1, 2), **smaller}, [1]))

@@ -313,6 +313,20 @@ class RowImages:
             )
         return replace(self, whole={**self.tensors, name: pixels.to(like.device, like.dtype)}, parts=None)
 
+    def with_pixels_of(self, other: "RowImages") -> "RowImages":
+        """Replace `pixel_values` by those of other images of the same sizes, which may be padded to less than these.
+
+        Raises:
+            DataError: the other images have other sizes.
+        """
+        shown, pixels = self.tensors, other.tensors["pixel_values"]
+        if pixels.shape != shown["pixel_values"].shape and other.tensors.keys() == shown.keys():
+            grown = {name: _grow(value, shown[name].shape, name) for name, value in other.tensors.items()}
+            sizes = shown.keys() - {"pixel_values"}
+            if sizes and all(torch.equal(grown[name], shown[name].cpu()) for name in sizes):
+                pixels = grown["pixel_values"]
+        return self.with_pixels(pixels)
+
     def number(self, is_image: torch.Tensor) -> torch.Tensor:
         """Number the image of each placeholder within its row.
 
@@ -346,13 +360,14 @@ class RowImages:
         shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in present), strict=True)]
         if self.one_per_row:
             parts = [present[0].new_zeros((1, *shape)) if part is None else part for part in parts]
-        grown = []
-        for part in (part for part in parts if part is not None):
-            missing = [size - own for size, own in zip(shape, part.shape[1:], strict=True)]
-            widths = [width for size in reversed(missing) for width in (0, size)]  # the last dimension first
-            wide = pad(part, widths, value=_PADDING.get(name, 0)) if any(missing) else part
-            grown.append(wide.to(present[0]))
-        return torch.cat(grown)
+        return torch.cat([_grow(part, (0, *shape), name).to(present[0]) for part in parts if part is not None])
+
+
+def _grow(value: torch.Tensor, shape: Sequence[int], name: str) -> torch.Tensor:
+    """Pad an input to at least a shape, but for its first dimension."""
+    missing = [max(size - own, 0) for size, own in zip(shape[1:], value.shape[1:], strict=True)]
+    widths = [width for size in reversed(missing) for width in (0, size)]  # the last dimension first
+    return pad(value, widths, value=_PADDING.get(name, 0)) if any(missing) else value
 
 
 def missing_column_error(name: str) -> DataError:

@@ -337,7 +337,7 @@ def _perturbed_images(
     """
     tiles = images.num_tiles and [images.num_tiles[own.index(place)] for place in range(len(distinct))]
     shown = RowImages(image_tensors(fields), [len(of_prompt or ()) for of_prompt in distinct], tiles)
-    return images.with_pixels(shown.take(own).tensors["pixel_values"])
+    return images.with_pixels_of(shown.take(own))
 
 
 def score_perturbed_part(run: Run, model: nn.Module, batch: Batch, tokens: torch.Tensor) -> Scores:
