@@ -163,6 +163,8 @@ def _separate_images(arguments: Mapping[str, Any]) -> list[Images] | None:
     given = image_inputs_of(arguments)
     if any(isinstance(value, torch.Tensor) for name, value in arguments.items() if name not in given):
         return None
+    if not given:
+        return None
     count = len(given.get("image_grid_thw", given.get("pixel_values", ())))
     try:
         return RowImages(given, [1] * count, [1] * count).rows
