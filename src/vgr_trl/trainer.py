@@ -273,7 +273,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         args, run = self.args, self.run
         wrap = partial(wrap_reward, trainer=self, seconds=args.reward_timeout)
         num_tasks = len(self.reward_schedule.regular)
-        self.reward_calls = RewardCalls(self.reward_funcs, self.reward_func_names, num_tasks, wrap)
+        self.reward_calls = RewardCalls(lambda: self.reward_funcs, self.reward_func_names, num_tasks, wrap)
         self.zero_variance_streak = ZeroVarianceStreak(args)
         self.replay = Replay(run) if args.replay_buffer_size > 0 else None
         if args.dynamic_sampling == "resample":

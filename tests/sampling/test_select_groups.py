@@ -104,7 +104,7 @@ def test_the_fraction_that_is_logged_is_that_of_the_selection(make):
 
 def test_a_reward_of_the_user_that_is_constant_is_named_once(make, monkeypatch):
     warnings = []
-    monkeypatch.setattr("vgr_trl.trainer.logger.warning", warnings.append)
+    monkeypatch.setattr("vgr_trl.rewards.calling.logger.warning", warnings.append)
     make(rewards=[constant_reward, letters_reward, "length"], max_steps=3).train()
     (warning,) = (warning for warning in warnings if "_reward" in warning or "punishment" in warning)
     assert "constant_reward" in warning

@@ -276,13 +276,13 @@ class RewardCalls:
     """The rewards of a trainer, and warnings about what they return, each logged once.
 
     Attributes:
-        functions: rewards, also models; the last one may be the KL.
+        functions: returns the rewards, also models, of which the last one may be the KL; a user may replace them.
         names: name of each.
         num_tasks: rewards before the KL.
         wrap: `wrap_reward`, given a reward, its name and `on_nan`.
     """
 
-    functions: Sequence[Any]
+    functions: Callable[[], Sequence[Any]]
     names: Sequence[str]
     num_tasks: int
     wrap: Callable[..., Any] = wrap_reward
@@ -295,10 +295,11 @@ class RewardCalls:
         Args:
             alone: whether a prompt has one completion. Rewards that compare a group are 0, or None beside others.
         """
-        tasks = self.functions[: self.num_tasks]
+        functions = self.functions()
+        tasks = functions[: self.num_tasks]
         value = 0.0 if all(isinstance(reward, WholeGroups) for reward in tasks) else None
         called: list[Any] = []
-        for reward, name in zip(self.functions, self.names, strict=True):
+        for reward, name in zip(functions, self.names, strict=True):
             if not is_model(reward):
                 function = partial(_repeat, value) if alone and isinstance(reward, WholeGroups) else reward
                 reward = self.wrap(function, name, self._warn_of_nan)
@@ -308,7 +309,7 @@ class RewardCalls:
     def count_undefined(self, rewards: "Tensor") -> dict[str, float]:
         """Return the metrics of the rewards of all processes, (N of all, F), that do not apply: that are NaN."""
         metrics = {}
-        for reward, name, undefined in zip(self.functions, self.names, rewards.isnan().T, strict=True):
+        for reward, name, undefined in zip(self.functions(), self.names, rewards.isnan().T, strict=True):
             metrics[f"rewards/{name}/not_applicable"] = undefined.float().mean().item()
             if is_model(reward) and undefined.any():
                 self._warn_of_nan(name, int(undefined.sum()))
@@ -319,7 +320,7 @@ class RewardCalls:
         if len(self._first) == 2:
             return
         self._first.append(rewards.T.tolist())
-        for reward, name, *values in zip(self.functions, self.names, *self._first, strict=True):
+        for reward, name, *values in zip(self.functions(), self.names, *self._first, strict=True):
             value, *others = chain(*values)
             is_constant = len(self._first) == 2 and all(other == value for other in (value, *others))  # NaN is not
             if is_constant and not is_from(reward, "vgr_trl", "trl"):
