@@ -30,7 +30,7 @@ class RolloutScorer:
     """Scores completions with a transformers model, and measures in the same pass which tokens looked at the image.
 
     Example:
-        >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
+        >>> model, processor = build_tiny_vlm([])  # from vgr_trl.demo.tiny_model
         >>> text = "<|vision_start|><|image_pad|><|vision_end|>which colour is it?"
         >>> images = [[Image.new("RGB", (56, 56), "red")]] * 2
         >>> prompts = processor(text=[text] * 2, images=images, return_tensors="pt")
@@ -107,7 +107,7 @@ class RolloutScorer:
                 sees its own future; `DAPOTrainer` corrects that).
 
         Returns:
-            Log-probabilities and entropies (0 where the mask is), the attention mass and the similarity.
+            Signals with log-probabilities and entropies, 0 outside the mask, attention mass and similarity.
 
         Raises:
             DataError: the shapes do not fit together, or images cannot be assigned to the rows of a chunk.
@@ -119,9 +119,9 @@ class RolloutScorer:
         group = 1 if self.share_prompts == "off" else num_generations
         step = round_up_to_groups(self.batch_size or count, group)
         batch = Batch(prompt_ids, prompt_mask, completion_ids, completion_mask).map(self._to_device)
-        given = {name: self._to_device(value) for name, value in image_inputs.items() if value is not None}
-        batch.columns |= extend_token_types(given, self.causal.config, batch.width + length)
-        pixels = {name: value for name, value in given.items() if name not in TOKEN_TYPES}
+        inputs = {name: self._to_device(value) for name, value in image_inputs.items() if value is not None}
+        batch.columns |= extend_token_types(inputs, self.causal.config, batch.width + length)
+        pixels = {name: value for name, value in inputs.items() if name not in TOKEN_TYPES}
         batch.images = RowImages(pixels, num_images, num_tiles)
         if step < count and num_images is None and "pixel_values" in pixels:
             is_image = is_image_token(batch.ids, self.causal.config) & batch.model_inputs["attention_mask"].bool()
