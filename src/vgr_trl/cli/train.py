@@ -145,7 +145,7 @@ def train(
         if is_main:
             print(f"Stopped by SIGTERM at step {trainer.state.global_step}: --resume_from_checkpoint continues.")
     else:
-        collapsed = trainer.collapse_watch.found if config.stop_on_collapse else None
+        collapsed = trainer.collapse_watch.warning if config.stop_on_collapse else None
         trainer.save_state()
     if not (collapsed or trainer.termination.stopped):
         save_results(trainer, before, metrics_file)
