@@ -282,17 +282,17 @@ class KLControl(SavedState):
             hidden = rollout.reference.hidden.transpose(1, 2).contiguous()  # (N, D, T)
             rollout.batch = rollout.batch.with_columns(reference_hidden=hidden)
 
-    def term(self, passed: TermInputs, reference_hidden: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    def term(self, inputs: TermInputs, reference_hidden: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """Return the KL loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics.
 
         Args:
-            passed: the micro-batch, whose training pass has run.
+            inputs: the micro-batch, whose training pass has run.
             reference_hidden: (N, D, T), hidden states of the reference; None unless the KL is full.
         """
-        mask, theirs = passed.loss_mask, passed.reference_logps
+        mask, theirs = inputs.loss_mask, inputs.reference_logps
         if reference_hidden is not None:
             theirs = reference_hidden.transpose(1, 2)
-        kl = self._kl(passed, theirs, mask)
+        kl = self._kl(inputs, theirs, mask)
         self._count(kl.detach(), mask)
         return self.controller.coefficient * kl, self.update() if self.accelerator.sync_gradients else {}
 

@@ -177,7 +177,7 @@ class LossPass:
 
     batch: Batch
     scores: Scores | None = None
-    passed: TermInputs | None = None
+    inputs: TermInputs | None = None
 
 
 @loss_terms.register("entropy_penalty")
@@ -211,28 +211,28 @@ def entropy_loss_term(passed: TermInputs, options: LossOptions) -> Tensor:
 
 
 def auxiliary_loss(
-    passed: TermInputs, terms: Mapping[str, Any], options: LossOptions, kl: Tensor | None
+    inputs: TermInputs, terms: Mapping[str, Any], options: LossOptions, kl: Tensor | None
 ) -> Tensor | None:
     """Return the sum of the loss terms of a micro-batch, (N, T); None without any.
 
     Args:
-        passed: the micro-batch, whose training pass has run.
+        inputs: the micro-batch, whose training pass has run.
         terms: name of a loss term that is on -> its function.
         options: options of the terms.
         kl: (N, T), the KL loss; None: it is off.
     """
-    values = [_compute_term(name, term, passed, options) for name, term in terms.items()]
+    values = [_compute_term(name, term, inputs, options) for name, term in terms.items()]
     values += [] if kl is None else [kl]
     return torch.stack(values).sum(dim=0) if values else None
 
 
-def _compute_term(name: str, function: Any, passed: TermInputs, args: LossOptions) -> Tensor:
+def _compute_term(name: str, function: Any, inputs: TermInputs, args: LossOptions) -> Tensor:
     """Return a loss term (N, T), 0 outside the mask; raise `DataError` for a wrong shape or no gradient."""
-    term = call_plugin(f"the loss term {name}", function, passed, args.plugin_values(function))
-    if not isinstance(term, Tensor) or term.shape != passed.loss_mask.shape:
+    term = call_plugin(f"the loss term {name}", function, inputs, args.plugin_values(function))
+    if not isinstance(term, Tensor) or term.shape != inputs.loss_mask.shape:
         kind = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
-        raise DataError(f"The loss term {name} returned {kind}: return a tensor {tuple(passed.loss_mask.shape)}.")
-    term = term.masked_fill(~passed.loss_mask, 0)
-    if passed.logps.requires_grad and not term.requires_grad and term.any():
+        raise DataError(f"The loss term {name} returned {kind}: return a tensor {tuple(inputs.loss_mask.shape)}.")
+    term = term.masked_fill(~inputs.loss_mask, 0)
+    if inputs.logps.requires_grad and not term.requires_grad and term.any():
         raise DataError(f"The loss term {name} has no gradient, so it trains nothing: compute it from passed.logps.")
     return term

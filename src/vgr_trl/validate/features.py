@@ -242,7 +242,7 @@ def describe_sharing(features: Features, num_generations: int, passes: RowsPerPa
     sharing = f"Each prompt is computed once for its {num_generations} completions: {'; '.join(where)}."
     if not features.share_training.enabled:
         return sharing
-    sharing, rows = f"{sharing}{passes}", passes.given * passes.joined
+    sharing, rows = f"{sharing}{passes}", passes.original * passes.joined
     if rows >= num_generations:
         return sharing
     parts = f"{-(-num_generations // rows)} micro-batches of {rows}"
