@@ -178,7 +178,7 @@ class Batch:
         return self.with_columns(**columns)
 
     def map(self, change: Callable[[Any], Any], key: Callable[[Any], Hashable] | None = None) -> "Batch":
-        """Change every tensor, those of the images by `RowImages.map`."""
+        """Change every tensor, and the images' tensors by `RowImages.map`."""
         columns = self.all_columns.items()
         changed = {name: change(value) if isinstance(value, Tensor) else value for name, value in columns}
         return Batch.of_columns(changed, self.images.map(change, key))
@@ -413,7 +413,7 @@ class Placement:
         return range(first // self.rows, (first + self.num_generations - 1) // self.rows + 1)
 
     def here(self, group: int) -> list[tuple[int, int]]:
-        """Return the completions of `group` on this process as pairs (row of this process, completion of the group)."""
+        """Return the completions of `group` on this process, as pairs of local row and index in the group."""
         offset = group * self.num_generations - self.process_index * self.rows
         return [(offset + index, index) for index in range(self.num_generations) if 0 <= offset + index < self.rows]
 

@@ -290,7 +290,7 @@ def is_finished(checkpoint: str | None, max_steps: int) -> bool:
 
 
 def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
-    """Raise `ConfigError` for the checkpoint of a finished run, as training would add a step."""
+    """Raise `ConfigError` for a finished run's checkpoint, because training would add a step."""
     if is_finished(checkpoint, max_steps):
         finished = f"The run is finished: {checkpoint} has the model after all {max_steps} steps"
         raise ConfigError(f"{finished}; raise max_steps or num_train_epochs to continue training.")
@@ -379,7 +379,7 @@ class ResumableTrainer(GRPOTrainer):
         return self.train_sampler  # type: ignore[no-any-return]
 
     def _evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
-        """Evaluate; after SIGTERM return no metrics, as the resumed run evaluates from the same random state."""
+        """Evaluate; after SIGTERM return no metrics, because the resumed run evaluates from the same random state."""
         with TemporaryDirectory() as before:
             super()._save_rng_state(before)
             with suppress(EvaluationStopped):

@@ -162,7 +162,7 @@ def _weights_by_rule(
         scale, largest = _scale(means, statistics, options.trajectory_scaling_min)
         totals.add_mean("sensitivity_score_mean", means, ~compared.isnan())
         totals.add_mean("scaling_factor_mean", scale, ~compared.isnan())
-        totals.known["dynamic_scaling_max"] = largest
+        totals.replicated["dynamic_scaling_max"] = largest
         yield None, scale.unsqueeze(1)
 
 
@@ -226,7 +226,7 @@ def _plugin_weights(
             valid = mask if value.ndim == 2 else mask.any(1)
             totals.add_mean(f"credit/{name}/{key}", value, valid & ~value.isnan())
         else:
-            totals.known[f"credit/{name}/{key}"] = float(value)
+            totals.replicated[f"credit/{name}/{key}"] = float(value)
     if weights.dtype == torch.bool:
         totals.add_mean(f"credit/{name}/token_fraction", weights & mask, mask)
         return weights & mask

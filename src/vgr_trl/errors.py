@@ -129,7 +129,7 @@ def naming_torchvision(model: str | None = None) -> Iterator[None]:
     """Convert errors about a torchvision that is missing, or built for another torch, into a `ConfigError`.
 
     Args:
-        model: whose processor the block loads; None: only a torchvision that cannot be imported is meant.
+        model: model whose processor the block loads; None: only a torchvision that cannot be imported is meant.
     """
     try:
         yield

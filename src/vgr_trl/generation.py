@@ -211,7 +211,7 @@ TURN_COLUMNS = ("num_turns", "num_tool_calls", "num_returned_images")
 
 
 def count_turns(completions: Sequence[Any], turns: Turns) -> dict[str, list[int]]:
-    """Count the policy's messages, the tools' messages and the tools' images, as the reward columns `TURN_COLUMNS`."""
+    """Count the policy's messages, the tools' messages and the tools' images; return `TURN_COLUMNS`."""
     roles = [[message["role"] for message in completion] for completion in completions]
     counts = ([speakers.count("assistant") for speakers in roles], [speakers.count("tool") for speakers in roles])
     return dict(zip(TURN_COLUMNS, (*counts, [*map(len, turns.returned)]), strict=True))

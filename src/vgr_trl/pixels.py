@@ -1,4 +1,4 @@
-"""`RowImages`, the images of each row of a batch, assigned by a table of layouts; the columns of token types.
+"""Assign images to the rows of a batch by a table of layouts (`RowImages`), and extend token types.
 
 A family of models with another layout needs one more `Layout`.
 """
@@ -40,7 +40,7 @@ class UnknownParts(DataError):
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the pixel inputs of some families of models.
+    """How some model families lay out pixel inputs.
 
     Attributes:
         units: what the first dimension of each pixel input indexes.
@@ -165,7 +165,7 @@ EQUAL_TILES = Layout({"pixel_values": "tile"}, _count_equal)
 
 @dataclass(eq=False)  # tensors do not compare to a bool
 class RowImages:
-    """Images of N rows as a model takes them, as tensors of all rows or row by row; reading one form makes it.
+    """Pixel inputs of N rows, as tensors of all rows or row by row; reading one form makes it.
 
     Attributes:
         whole: pixel inputs of all rows by name, also others than `IMAGE_INPUTS`; None: they are in `parts`.

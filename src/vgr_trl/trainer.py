@@ -771,7 +771,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             return further
 
     def greedy_rewards(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor:
-        """Return the rewards of a greedy completion of each row, (N of all, F), without logging them."""
+        """Reward a greedy completion per row, (N of all processes, F), without logging it."""
         with unlogged(self), override_sampling(self, {"temperature": 0}), self.new_rollout(rows, greedy=True):
             _, completion_ids, _, completions, *_ = self._generate(messages)
             rewards: torch.Tensor = self._calculate_rewards(rows, messages, completions, completion_ids)

@@ -88,7 +88,7 @@ def shuffle_whole_groups(batch: dict[str, Any], config: Any = None) -> dict[str,
     pixels = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
     by_row = list(zip(*pixels.values(), strict=True)) if pixels else None
     groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], by_row)
-    batch = batch | {name: _share_pixels(by_row, groups) for name, by_row in pixels.items() if isinstance(by_row, list)}
+    batch = batch | {name: _share_pixels(parts, groups) for name, parts in pixels.items() if isinstance(parts, list)}
     if config is not None and isinstance(pixels.get("image_grid_thw"), list):
         groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _select_prompt_pixels(batch, config))
     order = sort_by_group(torch.randperm(len(groups)).tolist(), groups)

@@ -45,7 +45,7 @@ def parts_of_tower(base: Any) -> list[nn.Module]:
 
 
 def parameters_of_tower(base: Any) -> Iterator[nn.Parameter]:
-    """Yield the parameters of tower and merger, and of the base model itself (the newline of LLaVA-NeXT)."""
+    """Yield the parameters of tower, merger and the base model itself (such as LLaVA-NeXT's newline)."""
     direct = base.parameters(recurse=False)
     return chain(direct, chain.from_iterable(part.parameters() for part in parts_of_tower(base)))
 

@@ -378,7 +378,7 @@ class _Help(argparse.Action):
 
 
 class _Parser(HfArgumentParser):
-    """Group the options by stage; raise `ConfigError` instead of printing a usage of hundreds of flags."""
+    """Group options by stage; raise `ConfigError` instead of printing hundreds of flags."""
 
     def __init__(self, groups: Sequence[Any], command: str) -> None:
         self.stages: dict[str, argparse._ArgumentGroup] = {}

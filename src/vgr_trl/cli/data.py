@@ -236,7 +236,7 @@ def score_run(flags: argparse.Namespace) -> None:
             row = dict(json.loads(line))
             text = completion_text(row["output"] if "output" in row else row.get("completion"))
             gold = resolve_solution(row.get("solution"), row.get("choices"))
-        except (TypeError, ValueError) as error:  # of a line that is no object, or an answer that cannot be read
+        except (TypeError, ValueError) as error:  # a line is no object, or an answer cannot be read
             counts["no reward"] += 1
             print(to_one_line(f"{number}: no reward: {error}"))
             continue

@@ -1,4 +1,4 @@
-"""Read a configuration file with its overrides, and hold the options that it converts to, as a table and as a check."""
+"""Read a configuration file with its overrides, and convert it to options, with a table and a check of them."""
 
 import os
 import re

@@ -189,7 +189,7 @@ def shuffle_choices(rows: Dataset, sides: Iterable[Sequence[int]], seed: int) ->
     """
     solutions, options, problems = list(rows["solution"]), list(rows["choices"]), list(rows["problem"])
     for side in sides:
-        random, places = Random(f"choices {seed}"), defaultdict[int, list[int]](list)  # of right options, still to use
+        random, places = Random(f"choices {seed}"), defaultdict[int, list[int]](list)  # unused places of right options
         for row in side:
             if options[row] and not stays_in_order(problems[row], options[row]):
                 options_left, waiting = list(options[row]), places[len(options[row])]

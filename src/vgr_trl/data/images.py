@@ -346,7 +346,7 @@ def _sampled(value: Any, fps: float, root: Path) -> Iterator[Image.Image]:
         _opened(value, root, "video") as file,
         av.open(file, "r", options={"format_whitelist": VIDEO_FORMATS}) as container,
     ):
-        stream: Any = container.streams.video[0]  # Any: type checkers miss `Rational` from PyAV 19 on
+        stream: Any = container.streams.video[0]  # from PyAV 19 on, its numbers are no `Rational` to type checkers
         _require_size((stream.codec_context.width, stream.codec_context.height), kind="video")
         for number, frame in enumerate(container.decode(stream)):
             tick = Fraction(frame.time_base or 0)

@@ -161,7 +161,7 @@ def is_vision_only(row: Mapping[str, Any]) -> bool:
 
 
 def renumber_placeholders(texts: list[str], numbers: list[int]) -> list[str]:
-    """Return texts in which the `numbers` of the images that there are have become 1, 2, …, or raise `DataError`."""
+    """Renumber image placeholders from the `numbers` of existing images to 1, 2, …, or raise `DataError`."""
 
     def renumbered(match: re.Match[str]) -> str:
         number = int(match[1][:9])
@@ -264,7 +264,7 @@ def _answer_of(row: Mapping[str, Any], options: Sequence[str] | None) -> Any:
 
 
 def _to_python(value: Any) -> Any:
-    """Return a value of NumPy or PyTorch, as formatted data sets have them, as Python's."""
+    """Convert a NumPy or PyTorch value, which formatted data sets return, to Python."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -391,8 +391,8 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     answer = value_of(row, *keys["solution"])
     has_answer = has(*keys["solution"]) or (has(*keys["choices"]) and has("label"))
     is_dialogue = any(isinstance(row.get(name), list) for name in DIALOGUES)
-    stated = {name: accepted[0] for name, accepted in keys.items() if accepted not in ((), KEYS[name])}
-    missing = next((f"{name}_key is {accepted}" for name, accepted in stated.items() if not has(accepted)), None)
+    stated = {name: chosen[0] for name, chosen in keys.items() if chosen not in ((), KEYS[name])}
+    missing = next((f"{name}_key is {column}" for name, column in stated.items() if not has(column)), None)
     features = rows.features or {}
     image = next((name for name in names if is_media(features.get(name)) or _is_image_file(row[name])), None)
     choices = next((name for name in names if _looks_like_options(row[name], answer)), None)

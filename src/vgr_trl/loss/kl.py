@@ -33,7 +33,7 @@ _ROUNDING = 1e-6  # smaller differences have the sign of a float32 rounding erro
 
 
 def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str = "low_var_kl") -> Tensor:
-    """Return an estimate of KL(policy ‖ reference) for every token, as EasyR1 and verl define its kinds.
+    """Estimate KL(policy ‖ reference) for every token, with EasyR1's and verl's kinds of estimators.
 
     With d = log π − log π_ref of the sampled token, `kl` is d (k1), `abs` |d| with gradient 0 where |d| < 1e-6,
     `mse` d²/2 (k2), `low_var_kl` is exp(−d) + d − 1 with d clamped to ±20 and the result to 10 (k3; Schulman,

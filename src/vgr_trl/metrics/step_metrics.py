@@ -179,7 +179,7 @@ class Totals:
     def __init__(self) -> None:
         self.means: dict[str, tuple[Tensor, Tensor]] = {}  # name -> sum, count
         self.largest: dict[str, tuple[Tensor, int]] = {}  # name -> largest value times a sign, the sign
-        self.known: dict[str, float] = {}  # numbers that are the same on all processes
+        self.replicated: dict[str, float] = {}  # numbers that are the same on all processes
         self.about_one: dict[str, str] = {}  # name of a mean of (x - 1)² -> name of the mean of x
 
     def add_mean(self, name: str, values: Tensor, where: Tensor) -> None:
@@ -216,7 +216,7 @@ class Totals:
         local = [part for pair in self.means.values() for part in pair]
         local += [value for value, _ in self.largest.values()]
         if not local:
-            return dict(self.known)
+            return dict(self.replicated)
         row = torch.stack(local)
         rows = (row if gather is None else gather(row)).detach().cpu().double().view(-1, len(local))  # (processes, ·)
         split = 2 * len(self.means)
@@ -227,7 +227,7 @@ class Totals:
             results[name] = math.nan if value == -math.inf else sign * value
         for name, mean in self.about_one.items():
             results[name] = max(results[name] - (results[mean] - 1) ** 2, 0.0)
-        return results | self.known
+        return results | self.replicated
 
 
 def add_weights(totals: Totals, name: str, weights: Tensor, mask: Tensor) -> None:

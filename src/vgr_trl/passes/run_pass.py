@@ -44,7 +44,7 @@ def has_whole_weights(accelerator: Accelerator) -> bool:
 
 
 def adapter_dtype(accelerator: Accelerator) -> torch.dtype | None:
-    """Return the type in which autocast computes with adapters; None without it, or with sharded weights."""
+    """Return autocast's type for adapters, or None without autocast or with sharded weights."""
     precision = accelerator.mixed_precision if has_whole_weights(accelerator) else "no"
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
@@ -190,7 +190,7 @@ def last_column(read: Tensor) -> Tensor:
 
 
 def find_text(batch: Batch, config: Any) -> Batch | None:
-    """Cut a text-only row of three tokens, the end of a prompt and the start of its completion; or return None.
+    """Cut three text tokens from a row, two of its prompt and one of its completion; return None without any.
 
     A micro-batch without loss runs it where all parameters have to take part.
 

@@ -173,7 +173,7 @@ def merge_round_metrics(
         processes: number of processes.
 
     Yields:
-        Number of completions of the batch and of each further round; the block appends those of its rounds.
+        Number of completions of the batch and of each further round; the block appends the numbers of its rounds.
     """
     rounds = [completions]
     before = {name: len(values) for name, values in metrics.items()}

@@ -239,7 +239,7 @@ class ImagesOfPrompts:
         return answer
 
     def flatten_transparency(self, image: Image.Image) -> Image.Image:
-        """Return an image without transparency, as the processor reads it; some put it on white, like a server."""
+        """Flatten an image's transparency like the processor; some put it on white, like a server."""
         if self.read is None or (image.mode == "RGB" and "transparency" not in image.info):
             return image
         return Image.fromarray(np.asarray(self.read(image, do_convert_rgb=True)).transpose(1, 2, 0))

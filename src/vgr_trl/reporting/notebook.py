@@ -119,7 +119,7 @@ def _token_columns(completion: Completion) -> dict[str, Any]:
 
 
 def export_run(run: Path, output: Path) -> int:
-    """Write the table of `to_pandas` as CSV or Parquet, by the ending of `output`; return the number of rows.
+    """Write the `to_pandas` table as CSV or Parquet, by the ending of `output`; return the number of rows.
 
     CSV is for terminals and spreadsheets: text is `printable`, and an apostrophe is put before what would be a formula.
 

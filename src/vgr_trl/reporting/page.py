@@ -79,7 +79,7 @@ def write_report(
         runs: folders of runs (`output_dir`, or `rollouts` in it), and JSON files of `vgr-trl evaluate`.
         path: file of the page, which is written atomically; its folder is created.
         max_megabytes: maximum size of the page, in [1, 100].
-        names: names of the runs, in order; by default as recorded, else those of their folders.
+        names: names of the runs, in order; by default the recorded names, or else the names of their folders.
         live: interval in seconds at which the page reloads itself; None: it does not.
 
     Raises:
@@ -223,7 +223,7 @@ def add_answers(answered: Sequence[AnsweredQuestion], page: Page, images: dict[s
     Args:
         answered: questions with their completions and thumbnails.
         page: receives one record with all completions.
-        images: thumbnails of the page in base64, by name; receives those of the questions.
+        images: thumbnails of the page in base64, by name; the questions' thumbnails are added.
         max_bytes: maximum of the bytes used.
     """
     left, shown = max_bytes, list[dict[str, Any]]()
@@ -300,7 +300,7 @@ def add_records(run: Run, page: Page, images: dict[str, str], max_bytes: int) ->
     Args:
         run: run whose records to read.
         page: receives the records.
-        images: thumbnails of the page in base64, by name; receives those of the records.
+        images: thumbnails of the page in base64, by name; the records' thumbnails are added.
         max_bytes: maximum of the bytes used.
     """
     if not run.steps():

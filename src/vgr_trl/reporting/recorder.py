@@ -355,7 +355,7 @@ def read_row_images(
 
 
 def record_image(image: Image.Image, thumbnails: dict[str, bytes], grid: Grid | None = None) -> RecordedImage:
-    """Return an image as it is recorded; add a thumbnail of at most 256 pixels per side, on white if transparent.
+    """Describe an image; add its thumbnail of at most 256 pixels per side, on white if transparent.
 
     Args:
         image: any image; equal images get the same name.
@@ -470,7 +470,7 @@ def prompt_text(ids: Sequence[int], vision_token_ids: Sequence[int], decode: Dec
 
 
 def completion_measurements(signals: RolloutSignals, length: int, options: Any) -> dict[str, Any]:
-    """Collect the measurements of a completion of `length` tokens, by attribute of `Completion`.
+    """Collect a completion's measurements by attribute of `Completion`.
 
     Args:
         signals: signals of this row, (1, T).

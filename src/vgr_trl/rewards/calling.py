@@ -306,7 +306,7 @@ class RewardCalls:
         return called
 
     def count_undefined(self, rewards: "Tensor") -> dict[str, float]:
-        """Return the metrics of the rewards of all processes, (N of all, F), that do not apply: that are NaN."""
+        """Count rewards that do not apply (NaN), as metrics; `rewards` is (N of all processes, F)."""
         metrics = {}
         for reward, name, undefined in zip(self.functions, self.names, rewards.isnan().T, strict=True):
             metrics[f"rewards/{name}/not_applicable"] = undefined.float().mean().item()

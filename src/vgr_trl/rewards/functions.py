@@ -512,7 +512,7 @@ def scale_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
     Completions without accuracy do not count; if no accuracy is known, the reward is None.
 
     Args:
-        rewards: reward functions; those that are not attention rewards are returned unchanged.
+        rewards: reward functions; all but attention rewards are returned unchanged.
 
     Raises:
         RewardError: when called, if the rows have no answers.

@@ -81,7 +81,7 @@ class GroupSelector:
             advantages = [value for source in rounds for value in source.selection.advantages.tolist()]
             replace_newest(self.table["advantages"], advantages)
         metrics |= self._replace_groups(rollout, chosen, replayed)
-        # The rewards of a filtered group differ: without this, one that nothing replaces would be trained on.
+        # The rewards of a filtered group differ: without this, an unreplaced filtered group would be trained on.
         of_rows = cast("Tensor", rollout.batch.advantages)
         rollout.batch = replace(rollout.batch, advantages=of_rows * rollout.with_gradient.to(of_rows.device))
         return metrics

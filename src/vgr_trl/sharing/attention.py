@@ -257,7 +257,7 @@ _WIDEST_HEAD = 256
 
 
 def can_merge(query: Tensor, seen: Visibility) -> bool:
-    """Whether the kernels take such queries, (1, H, L, D): 16 bits on a GPU, each token seeing all earlier ones."""
+    """Whether the kernels take `query`, (1, H, L, D): 16 bits on a GPU, and each token sees all earlier tokens."""
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     fits = dtype in (torch.bfloat16, torch.float16) and query.size(-1) % 8 == 0 and query.size(-1) <= _WIDEST_HEAD
@@ -265,7 +265,7 @@ def can_merge(query: Tensor, seen: Visibility) -> bool:
 
 
 def attend_merged(query: Tensor, key: Tensor, value: Tensor, row: Row, scaling: float | None) -> Tensor:
-    """Compute the attention of a row whose tokens see all earlier ones, (1, L, H, D).
+    """Compute the attention of a row whose tokens see all earlier tokens, (1, L, H, D).
 
     Args:
         query: (1, H, L, D).

@@ -98,7 +98,7 @@ def _modes_of_engine() -> dict[str, Any]:
 
 
 def _read_labels(causal: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Set `labelled` of a model's `SharedForward` from the labels of TRL's scoring; a hook, also of pickled models."""
+    """Tell a model's `SharedForward` where the labels of TRL's scoring begin; pickled models keep this hook."""
     forward = getattr(base_of(causal).forward, "function", None)
     if isinstance(forward, SharedForward):  # a copy of the model has none
         labels, forward.labelled = kwargs.get("labels"), None

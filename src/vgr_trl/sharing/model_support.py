@@ -139,7 +139,7 @@ def replace_hidden_states(base: nn.Module, change: Callable[[Tensor], Tensor]) -
 
 
 def indexed_modules(model: nn.Module) -> list[Any]:
-    """Return the modules of a language model that know the number of their layer, as attention does."""
+    """Return the modules of a language model that have a `layer_idx`, such as attention."""
     return [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
 
 

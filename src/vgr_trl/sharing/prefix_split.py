@@ -52,8 +52,8 @@ def find_groups(ids: Tensor, mask: Tensor | None = None, pixels: Sequence[Sequen
         equal = {row: first for (first, row), same in zip(pairs, _compare_pixels(pixels, pairs), strict=True) if same}
         for row, first in equal.items():
             firsts[row] = first
-        others = ([row for row in rows[1:] if row not in equal] for rows in undecided)
-        undecided = [rows for rows in others if rows]
+        remaining = ([row for row in rows[1:] if row not in equal] for rows in undecided)
+        undecided = [rows for rows in remaining if rows]
     numbers = {first: number for number, first in enumerate(dict.fromkeys(firsts))}
     return [numbers[first] for first in firsts]
 
@@ -84,8 +84,8 @@ def _compare_pixels(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[t
     if pixels is None or not pairs:
         return [True] * len(pairs)
     results = []
-    for row, other in pairs:
-        inputs = list(zip(pixels[row], pixels[other], strict=True))
+    for first, second in pairs:
+        inputs = list(zip(pixels[first], pixels[second], strict=True))
         if all(left.shape == right.shape for left, right in inputs):
             results.append(torch.stack([(left == right).all() for left, right in inputs]).all())
         else:

@@ -79,7 +79,7 @@ class Row:
 
     @property
     def first(self) -> int:
-        """Number of tokens of all prompts, in front of the completions."""
+        """Number of prompt tokens, which precede the completions."""
         return sum(self.prompts)
 
     @cached_property
@@ -209,7 +209,7 @@ class Row:
 
     @cached_property
     def table(self) -> Tensor:
-        """(B, S) place in the row of each token of the batch; rows of a group share their prompt's; -1: none."""
+        """(B, S) place of each batch token in the row; a group shares its prompt's places; -1: none."""
         lengths = on_device(self.prompts, self.device).unsqueeze(1)  # (U, 1)
         to_end = self.start - torch.arange(self.start, device=self.device)  # columns up to the end of the prompts
         of_prompts = torch.where(to_end <= lengths, lengths.cumsum(0) - to_end, -1)  # (U, start)
@@ -323,7 +323,7 @@ def lay_out(
 def _take_images(
     inputs: Mapping[str, Any], split: PrefixSplit, firsts: Sequence[int], rows: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Return the pixel inputs of prompts, then those of completions; empty if there is no image."""
+    """Concatenate the pixel inputs of prompts and completions; empty if there is no image."""
     taken = take_pixels(inputs, split.pixels, firsts), take_pixels(inputs, split.behind, rows)
     return {name: torch.cat([part[name] for part in taken if name in part]) for name in taken[0] | taken[1]}
 

@@ -170,13 +170,13 @@ def measure_pass(
     if not vision:
         raise ConfigError(f"{type(causal).__name__} has no image token in its configuration: give vision_token_ids.")
     present, prompt = present.bool(), prompt.bool() & present.bool()
-    rows = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1).expand_as(input_ids)  # of each token
+    rows = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1).expand_as(input_ids)  # each token's row
     if packed:
         parts = (input_ids, prompt, rows, present)
         input_ids, prompt, rows, present = (functional.pad(part[present], (0, pad))[None] for part in parts)
     special, columns = context["special_token_ids"], dict[str, Tensor]()
     masks = build_modality_masks(input_ids, prompt, vision_token_ids=vision, special_token_ids=special)
-    places = (present & ~prompt).any(0).nonzero().flatten().tolist() or [1]  # of responses
+    places = (present & ~prompt).any(0).nonzero().flatten().tolist() or [1]  # response columns
     emitting = slice(max(places[0] - 1, 0), max(places[-1], 1))
     with AttentionProbe(model, masks, emitting, packed=packed) as probe:
         yield columns
