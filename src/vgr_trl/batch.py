@@ -135,7 +135,8 @@ class Batch:
     @property
     def to_score(self) -> "Batch":
         """The columns that a forward pass reads: tokens, `own`, token types and images."""
-        return replace(self.tokens, images=self.images, own=self.own, columns=self.token_types)
+        images = self.images.without(PERTURBED)
+        return replace(self.tokens, images=images, own=self.own, columns=self.token_types)
 
     @property
     def all_columns(self) -> dict[str, Any]:
@@ -236,6 +237,8 @@ def join_batches(parts: Sequence[Batch], *, pad_token_id: int, pad_to_multiple_o
         DataError: a part lacks a column of the first part, without a value in `_MISSING`.
     """
     multiple, device, joined = pad_to_multiple_of or 1, parts[0].prompt_ids.device, dict[str, Any]()
+    if len(parts) == 1 and parts[0].width % multiple == parts[0].length % multiple == 0:
+        return parts[0]
     longest = max(part.width for part in parts), max(part.length for part in parts)
     width, length = (count + -count % multiple for count in longest)
     columns = [part.all_columns for part in parts]

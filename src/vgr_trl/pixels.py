@@ -32,8 +32,8 @@ Unit = Literal["row", "image", "tile", "patch"]
 class UnknownParts(DataError):
     """Pixel inputs cannot be assigned to rows with certainty; `reason` is part of a sentence."""
 
-    def __init__(self, reason: str) -> None:
-        cure = "give num_images, and num_tiles of images in tiles, one number for each row"
+    def __init__(self, reason: str, cure: str = "") -> None:
+        cure = cure or "give num_images, and num_tiles of images in tiles, one number for each row"
         super().__init__(f"The images of a batch cannot be assigned to its rows ({reason}): {cure}.")
         self.reason = reason
 
@@ -95,7 +95,7 @@ def find_layout(inputs: ImageInputs, images: int | None = None) -> Layout:
     else:
         layout = UNEQUAL_IMAGES if "image_sizes" in inputs or "image_position_ids" in inputs else EQUAL_TILES
     if unknown := inputs.keys() - layout.units.keys():
-        raise UnknownParts(f"the input {min(unknown)} beside pixel_values")
+        raise UnknownParts(f"the input {min(unknown)} beside pixel_values", "score all rows at once (batch_size=None)")
     return layout
 
 
@@ -313,6 +313,27 @@ class RowImages:
             )
         return replace(self, whole={**self.tensors, name: pixels.to(like.device, like.dtype)}, parts=None)
 
+    def without(self, name: str) -> "RowImages":
+        """Return the images without an input."""
+        if self.parts is not None:
+            parts = [{own: value for own, value in row.items() if own != name} for row in self.parts]
+            return replace(self, whole=None, parts=parts)
+        return replace(self, whole={own: value for own, value in self.tensors.items() if own != name})
+
+    def with_pixels_of(self, other: "RowImages") -> "RowImages":
+        """Replace `pixel_values` by those of other images of the same sizes, which may be padded to less than these.
+
+        Raises:
+            DataError: the other images have other sizes.
+        """
+        shown, pixels = self.without(PERTURBED).tensors, other.tensors["pixel_values"]
+        if pixels.shape != shown["pixel_values"].shape and other.tensors.keys() == shown.keys():
+            grown = {name: _grow(value, shown[name].shape, name) for name, value in other.tensors.items()}
+            sizes = shown.keys() - {"pixel_values"}
+            if sizes and all(torch.equal(grown[name].to(shown[name]), shown[name]) for name in sizes):
+                pixels = grown["pixel_values"]
+        return self.with_pixels(pixels)
+
     def number(self, is_image: torch.Tensor) -> torch.Tensor:
         """Number the image of each placeholder within its row.
 
@@ -346,13 +367,14 @@ class RowImages:
         shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in present), strict=True)]
         if self.one_per_row:
             parts = [present[0].new_zeros((1, *shape)) if part is None else part for part in parts]
-        grown = []
-        for part in (part for part in parts if part is not None):
-            missing = [size - length for size, length in zip(shape, part.shape[1:], strict=True)]
-            widths = [width for size in reversed(missing) for width in (0, size)]  # the last dimension first
-            wide = pad(part, widths, value=_PADDING.get(name, 0)) if any(missing) else part
-            grown.append(wide.to(present[0]))
-        return torch.cat(grown)
+        return torch.cat([_grow(part, (0, *shape), name).to(present[0]) for part in parts if part is not None])
+
+
+def _grow(value: torch.Tensor, shape: Sequence[int], name: str) -> torch.Tensor:
+    """Pad an input to at least a shape, but for its first dimension."""
+    missing = [max(size - length, 0) for size, length in zip(shape[1:], value.shape[1:], strict=True)]
+    widths = [width for size in reversed(missing) for width in (0, size)]  # the last dimension first
+    return pad(value, widths, value=_PADDING.get(name, 0)) if any(missing) else value
 
 
 def missing_column_error(name: str) -> DataError:

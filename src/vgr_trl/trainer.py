@@ -604,9 +604,10 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             scores = run_pass(self.run, model, scored, want, purpose=purpose, gradients=torch.is_grad_enabled())
             return scores.logps, scores.entropies, scores.router_loss
         batch = of_loss.batch
+        scored = replace(scored, own=batch.own)
         want = Want(
             entropies,
-            hidden=self.kl.full is not None or "hidden" in self.run.measurement.term_needs,
+            hidden=(self.kl.in_loss and self.kl.full is not None) or "hidden" in self.run.measurement.term_needs,
             values=None if self.critic is None else self.critic.head,
             router_loss=router_loss,
             tokens=Skipping(self.run.features).loss_mask(batch),

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from vgr_trl.batch import Batch, join_batches, take_entries
-from vgr_trl.pixels import IMAGE_INPUTS, PERTURBED, RowImages, image_inputs_of
+from vgr_trl.errors import DataError
+from vgr_trl.pixels import IMAGE_INPUTS, PERTURBED, TOKEN_TYPES, RowImages, image_inputs_of
 from vgr_trl.sharing.prefix_split import find_groups, first_rows, is_image_token, sort_by_group
 
 OLD_LOGPS = "old_per_token_logps"
@@ -27,7 +28,8 @@ def from_trl(batch: Mapping[str, Any]) -> Batch:
     columns = {_NAMES.get(name, name): value for name, value in batch.items() if value is not None}
     pixels = {name: columns.pop(name) for name in (*IMAGE_INPUTS, PERTURBED) if name in columns}
     pixels = {name: torch.cat(value) if isinstance(value, list) else value for name, value in pixels.items()}
-    return Batch.of_columns(columns, RowImages(pixels, *(columns.pop(name, None) for name in _COUNTS)))
+    images = RowImages(pixels, columns.pop("num_images", None), columns.pop("num_tiles", None))
+    return Batch.of_columns(columns, images)
 
 
 def to_trl(batch: Batch) -> dict[str, Any]:
@@ -50,12 +52,19 @@ def from_scoring(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
         input_ids: (N, P + T).
         attention_mask: (N, P + T).
         logits_to_keep: T.
-        options: further arguments; a pass reads images and token types alone.
+        options: further arguments; a pass takes images and token types.
+
+    Raises:
+        DataError: an option is a tensor, but neither a pixel input nor a token type.
     """
-    columns = {"prompt": slice(-logits_to_keep), "completion": slice(-logits_to_keep, None)}
-    tensors = {"ids": input_ids, "mask": attention_mask}
-    halves = {f"{part}_{kind}": tensors[kind][:, where] for part, where in columns.items() for kind in tensors}
-    return from_trl({**options, **halves})
+    tensors = {name for name, value in options.items() if isinstance(value, Tensor)}
+    if unknown := tensors - {*IMAGE_INPUTS, *TOKEN_TYPES}:
+        output = f"The processor of this model gives {min(unknown)}"
+        raise DataError(f"{output}, which no pass takes: use another model, or report its family.")
+    prompt, completion = slice(-logits_to_keep), slice(-logits_to_keep, None)
+    columns = {"prompt_ids": input_ids[:, prompt], "completion_ids": input_ids[:, completion]}
+    columns |= {"prompt_mask": attention_mask[:, prompt], "completion_mask": attention_mask[:, completion]}
+    return from_trl({**options, **columns})
 
 
 def to_scoring(batch: Batch) -> dict[str, Any]:
@@ -71,7 +80,7 @@ def split_anew(batches: Sequence[Mapping[str, Any]], count: int) -> list[dict[st
     """Redistribute saved rows over `count` micro-batches, if the saving run had more or fewer."""
     whole = join_batches([*map(from_trl, batches)], pad_token_id=0)
     size = len(whole) // count
-    parts = (whole.take(range(start, start + size)) for start in range(0, len(whole), size))
+    parts = (whole.take(range(part * size, (part + 1) * size)) for part in range(count))
     return [to_trl(part) | perturbed_by_row(part) for part in parts]
 
 

@@ -163,6 +163,8 @@ def _separate_images(arguments: Mapping[str, Any]) -> list[Images] | None:
     inputs = image_inputs_of(arguments)
     if any(isinstance(value, torch.Tensor) for name, value in arguments.items() if name not in inputs):
         return None
+    if not inputs:
+        return None
     count = len(inputs.get("image_grid_thw", inputs.get("pixel_values", ())))
     try:
         return RowImages(inputs, [1] * count, [1] * count).rows

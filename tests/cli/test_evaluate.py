@@ -97,3 +97,9 @@ def test_a_run_is_evaluated_with_its_own_system_prompt(system_prompts, model_fol
             assert f"{folder} was trained with" in capsys.readouterr().err
     assert system_prompts(output, "--prompt_language", "en") == {SYSTEM_PROMPT}
     assert system_prompts(model_folder) == {SYSTEM_PROMPT}, "a model that no run has written"
+
+
+def test_a_set_without_the_split_names_the_flag_that_is_read(model_folder, question_files, capsys):
+    (train,) = [part.removeprefix("train=") for part in question_files.split(",") if part.startswith("train=")]
+    assert main(["evaluate", "--model_name_or_path", str(model_folder), "--data_files", train]) == 1
+    assert "--dataset_test_split train" in capsys.readouterr().err

@@ -81,6 +81,9 @@ def test_a_continued_run_appends_behind_what_a_kill_has_left(tmp_path):
     assert list(run.records()) == [record(0), record(1)]  # of a step that was run twice, the last counts
     assert [entry.values["loss"] for entry in read_logs(run.folder / "logs.jsonl")] == [1.0, 2.0, 3.0]
     assert run.description["created"] == created
+    RecordWriter(tmp_path, {"name": "a run", "options": {"max_steps": 8}}, 10**6, resumed=True)
+    later = read_run(tmp_path).description
+    assert (later["created"], later["options"]) == (created, {"max_steps": 8}), "the options that hold now"
 
 
 def test_beyond_the_bound_the_oldest_records_but_the_first_go_with_their_thumbnails(tmp_path):

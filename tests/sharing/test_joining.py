@@ -1,18 +1,24 @@
 import copy
 import random
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from support.steps import DAPO, LOSSES, STOCK, assert_same_steps, build_trainer, options, trained, uneven_reward
 from support.trainers import logged
 
+from vgr_trl.batch import Batch
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
-from vgr_trl.passes.micro_batches import RowsPerPass, UpdateMemory
+from vgr_trl.passes.micro_batches import RowsPerPass, UpdateMemory, _split_rows
+from vgr_trl.pixels import RowImages
+from vgr_trl.run import Features
+from vgr_trl.sharing.model_support import Feature
 from vgr_trl.trainer import DAPOTrainer
 
 TABLE = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text(encoding="utf-8"))
@@ -177,3 +183,15 @@ def test_passes_of_a_trainer_grow_to_whole_groups(vision, image_rows, tmp_path, 
     assert found[:8] == [1] * 8
     assert found[-1] == 8
     assert_same_steps(vision[0], trainer, expected)
+
+
+def test_prompts_of_equal_text_with_other_images_are_counted_apart():
+    """Two prompts of 4 tokens, each with two completions of 2 tokens: 8 positions a prompt, 12 if they were one."""
+    ones, accelerator = torch.ones(4, 4, dtype=torch.int64), Accelerator(cpu=True)
+    images = RowImages({"pixel_values": torch.tensor([1.0, 1.0, 2.0, 2.0]).view(4, 1, 1, 1)}, [1] * 4)
+    batch = Batch(ones, ones, ones[:, :2], ones[:, :2], images, advantages=torch.ones(4))
+    features = Features(**{field.name: Feature() for field in fields(Features)})
+    run = SimpleNamespace(
+        accelerator=accelerator, features=features, args=SimpleNamespace(max_tokens_per_micro_batch=12)
+    )
+    assert _split_rows(run, RowsPerPass(4, 1, None, None, None), batch) == [[0, 1], [2, 3]]

@@ -1,4 +1,5 @@
 import logging
+from math import isfinite
 
 import pytest
 from datasets import Dataset
@@ -23,9 +24,10 @@ def make(text_tokenizer, tmp_path):
 def test_the_load_balancing_loss_of_experts(coefficient, training, make):
     body = dict(build_model("qwen3").config.to_dict(), num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{key: body[key] for key in body if key != "model_type"}))
-    features = make(model, router_aux_loss_coef=coefficient).run.features
-    assert str(features.share_training).startswith(training)
-    assert features.share_scoring.enabled
+    trainer = make(model, router_aux_loss_coef=coefficient)
+    assert str(trainer.run.features.share_training).startswith(training)
+    assert trainer.run.features.share_scoring.enabled
+    assert isfinite(trainer.evaluate(trainer.train_dataset)["eval_loss"])
 
 
 @pytest.mark.parametrize(("lora", "attention"), [(0.1, 0.0), (0.0, 0.1), (0.0, 0.0)])

@@ -26,7 +26,7 @@ def test_prompts_are_computed_once_where_completions_hold_images(make, model_fol
         assert (after[0] - after[1]).abs().max() < 1e-6
         # 16 turns are dealt, not generated; 8 rows are scored, scored again and trained on.
         assert logged[1]["sharing/prompts_per_row"] == pytest.approx((16 + 3 * 2) / (16 + 3 * 8))
-        for name in ("attention/late/vgr", "signals/similarity", "perception_token_fraction"):
+        for name in ("attention/late/vgr", "signals/similarity", "perception_token_fraction", "entropy"):
             assert logged[1][name] == pytest.approx(logged[0][name], rel=1e-5)
 
 

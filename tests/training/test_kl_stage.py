@@ -1,6 +1,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.trainers import begin, emitted, logged, scored_passes, weights
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.loss.kl import PENALTY, FullKL
+from vgr_trl.passes.run_pass import run_pass
 from vgr_trl.run import read_facts
 from vgr_trl.trl_bridge import from_trl
 from vgr_trl.validate.options import refuse_unfit_options
@@ -76,6 +78,13 @@ def test_among_the_rewards_it_is_taken_from_each_completion_before_groups_are_co
     assert metrics["kl/mean"] == [pytest.approx((kl.sum() / mask.sum()).item(), rel=1e-4)]
     assert metrics["kl/coefficient"] == [0.5]
     assert trainer.kl.controller.coefficient == pytest.approx(0.5 * (1 + 0.2 * 4 / 100))
+
+
+def test_over_all_words_among_the_rewards_a_training_pass_returns_no_hidden_states(make):
+    trainer = make(kl_coef=0.5, kl_penalty="full", use_kl_loss=False)
+    with patch("vgr_trl.trainer.run_pass", wraps=run_pass) as passes:
+        trainer._compute_loss(trainer.model, trainer._prepare_inputs(begin(trainer)))
+    assert [call.args[3].hidden for call in passes.call_args_list] == [False]
 
 
 @pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)])

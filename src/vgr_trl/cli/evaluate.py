@@ -28,7 +28,7 @@ from vgr_trl.cli.arguments import (
 )
 from vgr_trl.data.checked_rows import SkippedRow, report_skipped
 from vgr_trl.data.prompts import PromptTemplate, to_parts
-from vgr_trl.errors import ConfigError
+from vgr_trl.errors import ConfigError, DataError, MissingSplitError
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
 from vgr_trl.reporting.recorder import read_row_images
 from vgr_trl.reporting.records import find_identity, refuse_unwritable
@@ -46,6 +46,10 @@ def main(argv: Sequence[str]) -> int:
         refuse_unwritable(output, "output_file", mark=b'"mean_at_k": ')  # before the evaluation, not after it
     results = evaluate_models(data, options)
     print_scores(results)
+    for name, result in results.items():
+        if result.accuracy < 0.01 and result.questions:
+            cure = "look at its answers (--save_completions), or give the prompt that it knows (--system_prompt_file)"
+            print(f"The accuracy of {name} is near 0: {cure}.", file=sys.stderr)
     if output is not None:
         values = {name: result.to_dict(records=options.save_completions) for name, result in results.items()}
         content = next(iter(values.values())) if len(values) == 1 else {"models": values}
@@ -72,7 +76,11 @@ def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[s
             processor = partial(load_processor, name, **loading)
             rules = {"needs_solution": True, "decodes": True}  # skip unreadable rows instead of replacing them
             prompt = {} if data.prompt_options() else find_trained_prompt(name)
-            questions[name] = load_rows(source, split, limit=limit, processor=processor, **rules, **prompt)
+            try:
+                questions[name] = load_rows(source, split, limit=limit, processor=processor, **rules, **prompt)
+            except MissingSplitError as error:
+                wrong = f"dataset_test_split is {split!r}, but the data have {error.splits}"
+                raise DataError(f"{wrong}: give --dataset_test_split {error.splits[0]}.") from error
     for name, (rows, _) in questions.items():
         with raise_config_errors():
             model, loaded = load_for_inference(name, dtype=options.dtype, **loading)

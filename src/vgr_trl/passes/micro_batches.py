@@ -222,8 +222,10 @@ def _split_rows(run: Run, limits: RowsPerPass, batch: Batch) -> list[list[int]]:
         return [[*range(count)]]
     if memory is not None:
         memory.begin_pass()
-    shares = run.features.share_training.enabled
-    groups = find_groups(batch.prompt_ids, batch.prompt_mask) if shares else range(count)
+    groups: Sequence[int] = range(count)
+    if run.features.share_training.enabled:
+        pixels = [[*inputs.values()] for inputs in batch.images.rows] if batch.images.num_images else None
+        groups = find_groups(batch.prompt_ids, batch.prompt_mask, pixels)
     mine = torch.tensor(Skipping(run.features).extents(batch, groups), device=accelerator.device)
     of_all = [[Extent(*row) for row in rows] for rows in accelerator.gather(mine).view(-1, count, 3).tolist()]
 

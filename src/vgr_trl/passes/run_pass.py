@@ -270,7 +270,7 @@ def run_pass(run: Run, model: nn.Module, batch: Batch, want: Want, *, purpose: P
 
 def _compute(run: Run, model: nn.Module, batch: Batch, want: Want) -> Computed:
     """Run one call of the model: over a row, or by TRL's method where there is none."""
-    laid, length = _lay_out(run, model, batch, want.tokens), batch.length
+    laid, length = _lay_out(run, model, batch, want), batch.length
     if laid is None:
         reading: Any = read_hidden_states(model, length) if want.reads_states else nullcontext()
         with reading as read:
@@ -304,17 +304,18 @@ def _compute(run: Run, model: nn.Module, batch: Batch, want: Want) -> Computed:
     return Computed(logps, entropies if want.entropies else None, None, hidden, want.tokens, len(row.rows))
 
 
-def _lay_out(run: Run, model: nn.Module, batch: Batch, tokens: Tensor | None) -> tuple[Row, dict[str, Any]] | None:
+def _lay_out(run: Run, model: nn.Module, batch: Batch, want: Want) -> tuple[Row, dict[str, Any]] | None:
     """Lay out a batch as a row, or return None where the model or the mode has none.
 
     Args:
         run: gives plans.
         model: the model that runs, also wrapped.
         batch: completions.
-        tokens: (N, T) bool, tokens with loss; None: all valid tokens are scored.
+        want: gives the tokens with loss; None: all valid tokens are scored. The load-balancing loss reads whole rows.
     """
+    tokens = want.tokens
     base, stage = base_of(causal_model(model)), "training" if torch.is_grad_enabled() else "scoring"
-    if run.features.sharing[stage].reason is not None:
+    if want.router_loss or not run.features.sharing[stage].enabled:
         return None
     lengths, skipping = None, Skipping(run.features, run.facts.has_tools)
     if tokens is not None:

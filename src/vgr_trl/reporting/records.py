@@ -283,10 +283,10 @@ class RecordWriter:
             number = next(number for number in count(1) if not (output_dir / f"{FOLDER}.{number}").exists())
             self.folder.rename(self.folder.with_suffix(f".{number}"))
         (self.folder / "images").mkdir(parents=True, exist_ok=True)
-        if not (self.folder / RUN_FILE).exists():
-            created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            text = json.dumps({"version": VERSION, "created": created, **description}, indent=2, default=str)
-            write_atomic(self.folder / RUN_FILE, text.encode(), sync=False)
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        created = read_object(self.folder / RUN_FILE).get("created", now)
+        text = json.dumps({"version": VERSION, "created": created, **description}, indent=2, default=str)
+        write_atomic(self.folder / RUN_FILE, text.encode(), sync=False)
         if (logs := self.folder / LOGS_FILE).exists() and not logs.read_bytes().endswith(b"\n"):
             append_atomic(logs, b"\n")  # end a line that a killed run truncated
         self._file, self._size = self._new_file(), self._count_bytes()

@@ -116,8 +116,7 @@ class RolloutScorer:
         """
         _check_masks(prompt_mask, completion_mask)
         count, length = completion_ids.shape
-        group = 1 if self.share_prompts == "off" else num_generations
-        step = round_up_to_groups(self.batch_size or count, group)
+        step = round_up_to_groups(self.batch_size or count, 1 if self.share_prompts == "off" else num_generations)
         batch = Batch(prompt_ids, prompt_mask, completion_ids, completion_mask).map(self._to_device)
         inputs = {name: self._to_device(value) for name, value in image_inputs.items() if value is not None}
         batch.columns |= extend_token_types(inputs, self.causal.config, batch.width + length)
@@ -130,8 +129,7 @@ class RolloutScorer:
         shared = nullcontext(SharingReport()) if self.share_prompts == "off" else share_prompts(self.model, length)
         with torch.no_grad(), evaluating(self.model), shared as report:
             scores = score(self.causal, batch, want, rows_per_pass=step, temperature=self.temperature)
-        reasons = report.plain.keys() - {"no prompt occurs twice"}
-        if self.share_prompts == "on" and reasons:
+        if self.share_prompts == "on" and (reasons := report.plain.keys() - {"no prompt occurs twice"}):
             raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
         entropies: Any = scores.entropies
         return RolloutSignals(scores.logps, entropies, scores.mask, scores.attention, similarity=scores.similarity)

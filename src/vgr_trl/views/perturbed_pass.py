@@ -170,9 +170,11 @@ def _score_perturbations(run: Run, rollout: Rollout, chunks: Sequence[range]) ->
     args, measurement, parts = run.args, run.measurement, list[Scores]()
     signals, want = cast("RolloutSignals", rollout.signals), Want(hidden=measurement.needs("shift"))
     for rows in chunks:
-        views = [_batch_under(name, run, rollout, rows) for name in measurement.views]
-        joined = join_batches(views, pad_token_id=run.tokenizer.pad_token_id)
-        parts.append(score(run, joined, want, purpose=Purpose.VIEW))
+        batch = join_batches(
+            [_batch_under(name, run, rollout, rows) for name in measurement.views],
+            pad_token_id=run.tokenizer.pad_token_id,
+        )
+        parts.append(score(run, batch, want, purpose=Purpose.VIEW))
     logps = torch.cat([part.logps.unflatten(0, (len(measurement.views), -1)) for part in parts], 1)  # (views, N, T)
     if args.perturbation in measurement.views:
         rollout.changes = logps[measurement.views.index(args.perturbation)] - signals.logps
@@ -280,7 +282,7 @@ def _batch_under(name: str, run: Run, rollout: Rollout, rows: range) -> Batch:
     args = run.args
     if name == REMOVE_IMAGE:
         texts = [replace_images(prompt, ()) for prompt in rollout.messages[rows.start : rows.stop]]
-        return _batch_behind(texts, run, rollout, rows)
+        return _batch_behind(texts, run, rollout, rows).map(run.to_device)
     perturb = partial(perturb_images, name=name, parameters=args.parameters_of(name), seed=args.seed, step=run.step)
     shared_by = run.completions_per_prompt if args.perturb_per == "prompt" else 1
     batch, images = batch_with_other_images(run, rollout, rows, perturb, shared_by, args.perturb_images)
@@ -336,8 +338,13 @@ def _perturbed_images(
         DataError: the processor gives perturbed images other shapes than the images.
     """
     tiles = images.num_tiles and [images.num_tiles[own.index(place)] for place in range(len(distinct))]
-    shown = RowImages(image_tensors(fields), [len(of_prompt or ()) for of_prompt in distinct], tiles)
-    return images.with_pixels(shown.take(own).tensors["pixel_values"])
+    like = images.tensors["pixel_values"]
+    moved = {  # before they are repeated
+        name: value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+        for name, value in image_tensors(fields).items()
+    }
+    shown = RowImages(moved, [len(of_prompt or ()) for of_prompt in distinct], tiles)
+    return images.with_pixels_of(shown.take(own))
 
 
 def score_perturbed_part(run: Run, model: nn.Module, batch: Batch, tokens: torch.Tensor) -> Scores:
