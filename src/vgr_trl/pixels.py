@@ -314,21 +314,21 @@ class RowImages:
         return replace(self, whole={**self.tensors, name: pixels.to(like.device, like.dtype)}, parts=None)
 
     def without(self, name: str) -> "RowImages":
-        """Return the images without an input."""
+        """Return the images without the input `name`."""
         if self.parts is not None:
-            parts = [{own: value for own, value in row.items() if own != name} for row in self.parts]
+            parts = [{key: value for key, value in row.items() if key != name} for row in self.parts]
             return replace(self, whole=None, parts=parts)
-        return replace(self, whole={own: value for own, value in self.tensors.items() if own != name})
+        return replace(self, whole={key: value for key, value in self.tensors.items() if key != name})
 
-    def with_pixels_of(self, other: "RowImages") -> "RowImages":
-        """Replace `pixel_values` by those of other images of the same sizes, which may be padded to less than these.
+    def with_pixels_of(self, perturbed: "RowImages") -> "RowImages":
+        """Take `pixel_values` from perturbed images of the same sizes, which may have less padding.
 
         Raises:
-            DataError: the other images have other sizes.
+            DataError: the perturbed images have other sizes.
         """
-        shown, pixels = self.without(PERTURBED).tensors, other.tensors["pixel_values"]
-        if pixels.shape != shown["pixel_values"].shape and other.tensors.keys() == shown.keys():
-            grown = {name: _grow(value, shown[name].shape, name) for name, value in other.tensors.items()}
+        shown, pixels = self.without(PERTURBED).tensors, perturbed.tensors["pixel_values"]
+        if pixels.shape != shown["pixel_values"].shape and perturbed.tensors.keys() == shown.keys():
+            grown = {name: _grow(value, shown[name].shape, name) for name, value in perturbed.tensors.items()}
             sizes = shown.keys() - {"pixel_values"}
             if sizes and all(torch.equal(grown[name].to(shown[name]), shown[name]) for name in sizes):
                 pixels = grown["pixel_values"]
