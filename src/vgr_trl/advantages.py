@@ -75,19 +75,19 @@ def _centre(rewards: Tensor) -> Tensor:
 
 
 def row_std(rewards: Tensor) -> Tensor:
-    """Return the standard deviation (n - 1) of each row without its NaN, (rows, 1); NaN for fewer than two values."""
+    """Return each row's standard deviation (n - 1), ignoring NaN, (rows, 1); NaN for fewer than two values."""
     count = _count(rewards)
     variance = (_centre(rewards) ** 2).nanmean(dim=1, keepdim=True) * (count / (count - 1))
     return torch.where(count > 1, variance.sqrt(), torch.nan)
 
 
 def priority(advantages: Tensor, rewards: Tensor) -> Tensor:
-    """Return the sum of |advantages| (num_groups, G) times the deviation of the rewards, (num_groups,) float64."""
+    """Multiply each group's sum of |advantages| (num_groups, G) by its reward deviation, (num_groups,) float64."""
     return advantages.double().abs().sum(dim=1) * row_std(rewards.double()).squeeze(1)
 
 
 def group_spread(advantages: Tensor, rewards: Tensor, estimator: str = "grpo") -> Tensor:
-    """Return the spread of each group, (num_groups,), 0 without a gradient: std of the rewards, or max |advantage|.
+    """Return each group's spread: std of the rewards or max |advantage|, (num_groups,); 0 without a gradient.
 
     Args:
         advantages: (num_groups, G).
@@ -129,7 +129,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
 
 
 def token_rewards(rewards: Tensor, mask: Tensor, penalties: Tensor | None = None) -> Tensor:
-    """Return the reward of every token: the completion's reward at its last valid token, plus a penalty per token.
+    """Place each completion's reward at its last valid token, and add a penalty per token.
 
     Args:
         rewards: (N,), rewards of the completions; NaN for a completion without a reward.

@@ -40,7 +40,7 @@ _MISSING = {"own": 1.0, **dict.fromkeys(TOKEN_TYPES, 0.0)}  # values for rows fr
 
 
 def token_axes(name: str) -> tuple[bool, bool]:
-    """Return whether the last dimension of a column has the tokens of the prompt, and those of the completion."""
+    """Return whether the last dimension of a column runs over prompt tokens, and whether over completion tokens."""
     is_signal = name.startswith("signals.") and ".num_" not in name
     of_completion = name in _COMPLETION_COLUMNS or is_signal
     return name in _PROMPT_COLUMNS or name in TOKEN_TYPES, of_completion or name in TOKEN_TYPES
@@ -134,25 +134,25 @@ class Batch:
 
     @property
     def to_score(self) -> "Batch":
-        """What a pass reads: tokens, whose they are, their types, and images."""
+        """The columns that a forward pass reads: tokens, `own`, token types and images."""
         images = self.images.without(PERTURBED)
         return replace(self.tokens, images=images, own=self.own, columns=self.token_types)
 
     @property
     def all_columns(self) -> dict[str, Any]:
         """All values by name, but for the images."""
-        own = {name: value for name in _FIELDS if (value := vars(self)[name]) is not None}
-        return own | self.columns
+        named_fields = {name: value for name in _FIELDS if (value := vars(self)[name]) is not None}
+        return named_fields | self.columns
 
     @classmethod
     def of_columns(cls, columns: Mapping[str, Any], images: RowImages) -> "Batch":
-        """Build a batch of all values by name, None for unknown ones."""
-        known = {name: value for name, value in columns.items() if value is not None}
-        own = {name: known.pop(name) for name in _FIELDS if name in known}
-        return cls(**own, images=images, columns=known)
+        """Build a batch from values by name; None stands for an unknown value."""
+        further = {name: value for name, value in columns.items() if value is not None}
+        named_fields = {name: further.pop(name) for name in _FIELDS if name in further}
+        return cls(**named_fields, images=images, columns=further)
 
     def with_columns(self, **columns: Any) -> "Batch":
-        """Return the batch with further or other values by name; None: without one."""
+        """Return the batch with added or replaced values by name; None removes a value."""
         return Batch.of_columns(self.all_columns | columns, self.images)
 
     def take(self, rows: Sequence[int]) -> "Batch":
@@ -179,7 +179,7 @@ class Batch:
         return self.with_columns(**columns)
 
     def map(self, change: Callable[[Any], Any], key: Callable[[Any], Hashable] | None = None) -> "Batch":
-        """Change every tensor; those of images as `RowImages.map` does."""
+        """Change every tensor, and the images' tensors by `RowImages.map`."""
         columns = self.all_columns.items()
         changed = {name: change(value) if isinstance(value, Tensor) else value for name, value in columns}
         return Batch.of_columns(changed, self.images.map(change, key))
@@ -196,7 +196,7 @@ class Batch:
         return sum(value.nbytes for value in [*columns, *inputs.values()])
 
 
-_FIELDS = [each.name for each in fields(Batch) if each.name not in ("images", "columns")]
+_FIELDS = [column.name for column in fields(Batch) if column.name not in ("images", "columns")]
 
 
 def is_of_rows(value: object) -> bool:
@@ -208,7 +208,7 @@ def take_entries(columns: Mapping[str, Any], rows: Sequence[int]) -> dict[str, A
     """Take some entries of each tensor and list; numbers, texts and None stay. Consecutive entries are not copied.
 
     Args:
-        columns: by name.
+        columns: values by name.
         rows: numbers of the entries, at least one.
     """
     block = slice(rows[0], rows[0] + len(rows))
@@ -247,8 +247,8 @@ def join_batches(parts: Sequence[Batch], *, pad_token_id: int, pad_to_multiple_o
         if is_of_rows(next((value for value in values if value is not None), None)):
             values = _pad_column(name, values, parts, width, length, pad_token_id)
             is_tensor = isinstance(values[0], Tensor)
-            one = [value.to(device, values[0].dtype) for value in values] if is_tensor else values
-            joined[name] = torch.cat(one) if is_tensor else [*chain(*one)]
+            moved = [value.to(device, values[0].dtype) for value in values] if is_tensor else values
+            joined[name] = torch.cat(moved) if is_tensor else [*chain(*moved)]
         else:
             joined[name] = values[0]
     images = RowImages.join([part.images for part in parts], [*map(len, parts)])
@@ -312,7 +312,7 @@ class Turns:
     """Turns of N completions that may call tools: the policy's tokens, and the images of prompts and tools.
 
     Attributes:
-        own: for each row, 1 per token of the policy and 0 per token of a tool.
+        own: lists of 1 for the policy's tokens and 0 for the tokens of tools, one list per completion.
         images: images of each row, the prompt's first.
         returned: images of each row that tools returned.
         fields: pixel inputs of all images; empty if no tool returned an image: the prompts' inputs are complete.
@@ -344,7 +344,7 @@ def build_batch(
         pad_token_id: pads tokens.
         vision_token_ids: placeholder tokens of images, which give the tiles of each row.
         valid: whether the tokens of each row count; None: all count.
-        own: for each row, 1 per token of the policy and 0 per token of a tool; None without tools.
+        own: lists of 1 for the policy's tokens and 0 for the tokens of tools; None without tools.
         pad_to_multiple_of: P and T become multiples of it.
     """
     prompt_ids, prompt_mask = pad_rows(prompts.ids, pad_token_id, "left", pad_to_multiple_of)
@@ -416,7 +416,7 @@ class Placement:
         return range(first // self.rows, (first + self.num_generations - 1) // self.rows + 1)
 
     def here(self, group: int) -> list[tuple[int, int]]:
-        """Return the completions of `group` on this process as pairs (row of this process, completion of the group)."""
+        """Return the completions of `group` on this process, as pairs of local row and index in the group."""
         offset = group * self.num_generations - self.process_index * self.rows
         return [(offset + index, index) for index in range(self.num_generations) if 0 <= offset + index < self.rows]
 

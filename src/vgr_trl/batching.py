@@ -51,14 +51,14 @@ class BatchingError(VGRError, RuntimeError):
 
 
 def why_not_batched(causal: Any) -> str | None:
-    """Return why continuous batching cannot generate with a transformers model that reads images; None: it can."""
+    """Return why continuous batching cannot generate with a model that reads images, or None if it can."""
     base, text = base_of(causal), causal.config.get_text_config(decoder=True)
     try:
         check_model(base)
     except UnsupportedModel as error:
         return str(error)
-    if others := {*layer_types(base.config)} - {"full_attention", "sliding_attention"}:
-        return f"layers of type {min(others)}"
+    if unsupported := {*layer_types(base.config)} - {"full_attention", "sliding_attention"}:
+        return f"layers of type {min(unsupported)}"
     if getattr(text, "num_kv_shared_layers", 0):
         return "layers that take their keys and values from another"
     sees_images = text.model_type in ("gemma3_text", "gemma4_text")
@@ -67,7 +67,7 @@ def why_not_batched(causal: Any) -> str | None:
 
 @dataclass
 class Requests:
-    """Prompts as requests, the features of their images, and the number of completions of each.
+    """Prompts as requests, with the features of their images and the rows of their completions.
 
     Attributes:
         ids: tokens of each request; the K image features have the ids from `vocabulary` on.
@@ -101,20 +101,20 @@ def make_requests(causal: Any, prompt_ids: Sequence[Sequence[int]], fields: Mapp
     """
     base, device = base_of(causal), causal.device
     ids, mask = pad_rows([list(map(int, row)) for row in prompt_ids], 0, "left")
-    given, is_image, groups = image_tensors(fields), is_image_token(ids, base.config), list(range(len(ids)))
+    pixel_inputs, is_image, groups = image_tensors(fields), is_image_token(ids, base.config), list(range(len(ids)))
     inputs = {"input_ids": ids, "attention_mask": mask}
     inputs |= {name: pad_rows(fields[name], 0, "left")[0] for name in TOKEN_TYPES if name in fields}
     try:
-        parts = parts_by_tokens(given, is_image) if given else {}
-        pixels = [[given[name][slices[row]] for name, slices in parts.items()] for row in groups] if given else None
-        groups = find_groups(ids, mask, pixels)
+        parts = parts_by_tokens(pixel_inputs, is_image) if pixel_inputs else {}
+        by_row = [[pixel_inputs[name][slices[row]] for name, slices in parts.items()] for row in groups]
+        groups = find_groups(ids, mask, by_row if pixel_inputs else None)
         kept = first_rows(groups)
-        inputs = {name: value[kept] for name, value in inputs.items()} | take_pixels(given, parts, kept)
+        inputs = {name: value[kept] for name, value in inputs.items()} | take_pixels(pixel_inputs, parts, kept)
     except UnknownParts:  # equal prompts become one by the features of their images
-        inputs |= given
+        inputs |= pixel_inputs
     made = Requests(causal.get_input_embeddings().weight.size(0))
     ids, lengths = inputs["input_ids"], inputs["attention_mask"].sum(1).tolist()
-    if given:
+    if pixel_inputs:
         read = _read_decoder_inputs(causal, {name: value.to(device) for name, value in inputs.items()})
         _add_images(made, read, ids, is_image_token(ids, base.config), lengths)
     made.ids = [row[-length:].tolist() for row, length in zip(ids, lengths, strict=True)]
@@ -191,7 +191,7 @@ def looking_up(causal: Any, requests: Requests, autocast: Any) -> Iterator[None]
         positions = list[int]()
         for part in requests_in_batch:
             name, stop = part.state.request_id.partition("__child")[0], part.state.position_offset
-            places = requests.places[int(name)] if name.isdigit() else []  # those of a warm-up have other names
+            places = requests.places[int(name)] if name.isdigit() else []  # requests of a warm-up have other names
             offset = max(places) + 1 - len(places) if places else 0
             start = stop - part.query_length
             positions += [*places[start:stop], *(at + offset for at in range(max(start, len(places)), stop))]
@@ -209,7 +209,7 @@ def looking_up(causal: Any, requests: Requests, autocast: Any) -> Iterator[None]
         if requests.deep:
             decoder = causal.get_decoder()
             patches.enter_context(decoder.register_forward_pre_hook(add_deep_features, with_kwargs=True))
-            # Of dense features, which a CUDA graph can add.
+            # Features are dense here, so a CUDA graph can add them.
             added = patched_method(decoder, "_deepstack_process", lambda states, mask, level: states + level)
             patches.enter_context(added)
         yield
@@ -245,8 +245,8 @@ class ContinuousBatching:
             kind.supports_continuous_batching = True  # they read scores alone, and transformers warns of others
         config = causal._prepare_generation_config(config)[0]
         for option, plain in _IGNORED.items():
-            if (given := getattr(config, option)) not in (None, plain):
-                raise ConfigError(f"{name} would ignore {option}={given}: drop one of the two.")
+            if (value := getattr(config, option)) not in (None, plain):
+                raise ConfigError(f"{name} would ignore {option}={value}: drop one of the two.")
 
     def generate(
         self, wrapped: nn.Module, config: Any, overrides: Any, prompt_ids: Any, fields: Mapping[str, Any]
@@ -273,7 +273,7 @@ class ContinuousBatching:
                 return generate_batch(causal, requests, config, pages)
 
     def compare(self, batch: Batch, logps: Tensor, scored: Tensor) -> dict[str, float]:
-        """Compare returned log-probabilities with the trainer's of the same policy; return TRL's metrics of vLLM.
+        """Compare returned log-probabilities with the trainer's; return the metrics that TRL logs for vLLM.
 
         Args:
             batch: rows of a rollout.
@@ -281,15 +281,20 @@ class ContinuousBatching:
             scored: (N, T) bool, tokens that it scored.
         """
         distance = (logps.detach() - batch.columns["engine_logps"]).abs()[scored & batch.valid]
-        own = [distance.sum(), distance.new_tensor(len(distance)), nn.functional.pad(distance, (0, 1)).max()]
-        sums = self.run.accelerator.gather(torch.stack(own).unsqueeze(0)).double()
+        statistics = [distance.sum(), distance.new_tensor(len(distance)), nn.functional.pad(distance, (0, 1)).max()]
+        sums = self.run.accelerator.gather(torch.stack(statistics).unsqueeze(0)).double()
         mean, largest = (sums[:, 0].sum() / sums[:, 1].sum().clamp(min=1)).item(), sums[:, 2].max().item()
         self.is_exact = largest <= EXACT if self.is_exact is None else self.is_exact
         name = "sampling/sampling_logp_difference"
         return {f"{name}/mean": mean, f"{name}/max": largest}
 
     def old_logps(self, rollout: Rollout, mask: Tensor) -> Tensor | None:
-        """Return the returned log-probabilities of valid tokens, (N, T) bool, as old ones, or None if they differ."""
+        """Return log-probabilities of generation as old ones, (N, T), or None if the trainer's differ.
+
+        Args:
+            rollout: its `sampled` log-probabilities are moved out.
+            mask: (N, T) bool, valid tokens.
+        """
         if not self.is_exact or rollout.sampled is None:
             return None
         sampled, rollout.sampled = rollout.sampled, None  # they are not compared with themselves
@@ -297,7 +302,7 @@ class ContinuousBatching:
         return torch.stack(rows).to(mask.device)
 
     def _plan_pages(self, causal: Any, requests: Requests, new_tokens: int) -> Any:
-        """Return the options of a batch with pages for all its requests, or for as many as the option allows."""
+        """Return options with pages for all requests, or for as many as `batching_cache_megabytes` allows."""
         from transformers.generation.continuous_batching.cache import find_head_dim, find_num_key_value_heads
 
         options, text = self.pages, causal.config.get_text_config()
@@ -356,4 +361,4 @@ def generate_batch(causal: Any, requests: Requests, config: Any, pages: Any) -> 
     finally:
         manager.stop(hard_stop=bool(missing))
         manager.destroy()
-    return [each.generated_tokens for each in completions], [each.logprobs for each in completions]
+    return [result.generated_tokens for result in completions], [result.logprobs for result in completions]

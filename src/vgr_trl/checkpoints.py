@@ -145,7 +145,7 @@ def load_shares(folder: Path, kind: str, only: int | None = None) -> list[dict[s
 
 
 class SavedState(ABC):
-    """State of a run beside weights and optimizer, which each process saves and any number of processes restores.
+    """State beside weights and optimizer that each process saves and any number of processes restores.
 
     Attributes:
         kind: file prefix, for example "replay".
@@ -175,7 +175,7 @@ class SavedState(ABC):
 
 
 class MovingReference(NamedTuple):
-    """The reference model of `sync_ref_model`, whose weights TRL does not save; sharded weights are not saved here."""
+    """Saves the reference model of `sync_ref_model`, which TRL does not save; sharded weights are left out."""
 
     model: nn.Module
 
@@ -200,7 +200,7 @@ OPTIMIZERS = ("optimizer.pt", "latest", "optimizer_0", "optimizer.bin")  # PyTor
 
 
 def resume_mode(value: str | bool | None) -> str | None:
-    """Return None (start at the beginning), `latest` or a path for the value of a flag, a YAML file or a caller."""
+    """Normalise `resume_from_checkpoint` to None (start anew), `latest` or a path."""
     if value is None or value is False or str(value).lower() in ("", "false", "none"):
         return None
     return "latest" if value is True or str(value).lower() in ("true", "latest") else str(value)
@@ -242,21 +242,21 @@ def _find_checkpoint(resume: str, output_dir: Path) -> str | None:
             return str(checkpoint)
         logger.warning(f"resume_from_checkpoint latest skips {checkpoint}, which is not complete: {wrong}.")
     if models := [name for name in TRACES if (output_dir / name).exists()]:
-        found = f"{output_dir} has no complete checkpoint, only a finished run ({models[0]})"
-        raise ConfigError(f"resume_from_checkpoint is latest, but {found}: choose another output_dir.")
+        outcome = f"{output_dir} has no complete checkpoint, only a finished run ({models[0]})"
+        raise ConfigError(f"resume_from_checkpoint is latest, but {outcome}: choose another output_dir.")
     logger.warning(f"resume_from_checkpoint latest finds no complete checkpoint in {output_dir}: a new run starts.")
     return None
 
 
 def checkpoints_of(output_dir: Path) -> list[Path]:
     """Return the checkpoints in a folder, complete or not, oldest first."""
-    found = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+    checkpoints = [path for path in output_dir.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(checkpoints, key=lambda path: int(path.name.split("-")[1]))
 
 
 def how_to_go_on(output_dir: Path) -> str:
     """Return a sentence that says how to resume an interrupted run."""
-    if saved := [each for each in checkpoints_of(output_dir) if read_manifest(each) is not None]:
+    if saved := [checkpoint for checkpoint in checkpoints_of(output_dir) if read_manifest(checkpoint) is not None]:
         return f"--resume_from_checkpoint continues from {saved[-1]}"
     return "no checkpoint was saved (see save_steps), so the same command starts over"
 
@@ -276,7 +276,7 @@ def why_incomplete(checkpoint: Path) -> str | None:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
         if (written := manifest["checksums"].get(name)) is not None and checksum(path) != written:
             return f"{name} is damaged: its checksum has changed"
-    if not any((checkpoint / name).exists() for name in OPTIMIZERS):  # as with save_only_model
+    if not any((checkpoint / name).exists() for name in OPTIMIZERS):  # save_only_model leaves it out
         return "no optimizer was saved"
     return None
 
@@ -290,7 +290,7 @@ def is_finished(checkpoint: str | None, max_steps: int) -> bool:
 
 
 def refuse_finished(checkpoint: str | None, max_steps: int) -> None:
-    """Raise `ConfigError` for the checkpoint of a finished run, as training would add a step."""
+    """Raise `ConfigError` for a finished run's checkpoint, because training would add a step."""
     if is_finished(checkpoint, max_steps):
         finished = f"The run is finished: {checkpoint} has the model after all {max_steps} steps"
         raise ConfigError(f"{finished}; raise max_steps or num_train_epochs to continue training.")
@@ -379,7 +379,7 @@ class ResumableTrainer(GRPOTrainer):
         return self.train_sampler  # type: ignore[no-any-return]
 
     def _evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
-        """Evaluate; after SIGTERM return no metrics, as the resumed run evaluates from the same random state."""
+        """Evaluate; after SIGTERM return no metrics, because the resumed run evaluates from the same random state."""
         with TemporaryDirectory() as before:
             super()._save_rng_state(before)
             with suppress(EvaluationStopped):
@@ -393,14 +393,14 @@ class ResumableTrainer(GRPOTrainer):
         return {}
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load the random state, and then make the evaluation that SIGTERM has ended after the checkpoint's step."""
+        """Load the random state, then repeat an evaluation that SIGTERM interrupted."""
         super()._load_rng_state(checkpoint)
         is_due = vars(self.state)["stateful_callbacks"]["TrainerControl"]["args"]["should_evaluate"]
         if is_due and self._determine_best_metric(self._evaluate(None, None), None):
             self.state.best_model_checkpoint = checkpoint
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Return whether to save the best checkpoint: after an evaluation that SIGTERM has ended, too."""
+        """Return whether to save the best checkpoint; True after an interrupted evaluation."""
         return super()._determine_best_metric(metrics, trial) if metrics else True
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -417,16 +417,16 @@ class ResumableTrainer(GRPOTrainer):
         self._save_place(Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the optimizer, the state of `resumed` and the place in the data; refuse an optimizer of other weights.
+        """Load the optimizer, the state of `resumed` and the place in the data.
 
         Raises:
-            ConfigError: naming the checkpoint.
+            ConfigError: the optimizer belongs to other weights.
         """
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
         needed = [{*group} for group in optimizer.param_groups] if isinstance(optimizer, torch.optim.Optimizer) else []
         try:
             super()._load_optimizer_and_scheduler(checkpoint)
-            if not self.is_fsdp_enabled:  # whose sharded moments have other shapes than the weights
+            if not self.is_fsdp_enabled:  # FSDP's sharded moments have other shapes than the weights
                 _check_optimizer(optimizer, needed)
         except (AttributeError, KeyError, TypeError, ValueError, UnpicklingError) as error:
             unfit = f"The optimizer or scheduler in {checkpoint} does not fit the weights that this run trains"
@@ -438,12 +438,12 @@ class ResumableTrainer(GRPOTrainer):
             self._load_place(Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the weights of a checkpoint, also into a whole model, whose weights the parent would leave unchanged."""
+        """Load the weights of a checkpoint; the parent would leave a whole model unchanged."""
         if not self._load_whole_model(resume_from_checkpoint, self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        """Load the best weights, also into a whole model, whose last weights the parent would keep."""
+        """Load the best weights; the parent would leave a whole model at its last weights."""
         if not self._load_whole_model(str(self.state.best_model_checkpoint), self.model):
             super()._load_best_model()
 
@@ -494,9 +494,9 @@ class ResumableTrainer(GRPOTrainer):
         """
         refuse_finished(str(folder), self.state.max_steps)
         if self.accelerator.is_main_process and (folder / ORDER).exists():  # checkpoints of TRL have none
-            there, here = json.loads((folder / ORDER).read_text(encoding="utf-8")), self._data_order()
-            if changed := [name for name in here if there.get(name) != here[name]]:
-                differs = ", ".join(f"{name} ({there.get(name)} there, {here[name]} here)" for name in changed)
+            saved, current = json.loads((folder / ORDER).read_text(encoding="utf-8")), self._data_order()
+            if changed := [name for name in current if saved.get(name) != current[name]]:
+                differs = ", ".join(f"{name} ({saved.get(name)} there, {current[name]} here)" for name in changed)
                 effect = "in this epoch some prompts may be repeated, and others skipped"
                 logger.warning(f"The run that saved {folder} differs from this one in {differs}: {effect}.")
         epochs, batches = self._position_in_data(folder)
@@ -508,17 +508,17 @@ class ResumableTrainer(GRPOTrainer):
             self._continue_generation(folder, batches % self._micro_batches_per_generation())
 
     def _data_order(self) -> dict[str, Any]:
-        """Return what decides the data order: seed, shuffling, number of rows, and a checksum of some rows."""
-        found: dict[str, Any] = {"seed": self.args.seed, "shuffle_dataset": self.shuffle_dataset}
+        """Return the seed, shuffling, number of rows and a checksum of some rows, which decide the data order."""
+        order: dict[str, Any] = {"seed": self.args.seed, "shuffle_dataset": self.shuffle_dataset}
         if isinstance(dataset := self.train_dataset, Dataset):
             rows = dataset.with_format(None).select(range(0, len(dataset), -(-len(dataset) // MOST_COMPARED)))
             texts = rows.select_columns([name for name in COMPARED if name in dataset.column_names]).to_list()
             as_json = json.dumps(texts, default=lambda value: type(value).__name__).encode()
-            found |= {"number of prompts": len(dataset), "checksum of prompts": xxhash.xxh3_64_hexdigest(as_json)}
-        return found
+            order |= {"number of prompts": len(dataset), "checksum of prompts": xxhash.xxh3_64_hexdigest(as_json)}
+        return order
 
     def _micro_batches_per_generation(self) -> int:
-        """Return the number of micro-batches of a process from one generation to the next."""
+        """Return the number of micro-batches of a process between two generations."""
         return int(self.args.steps_per_generation or 1) * self.num_iterations
 
     def _position_in_data(self, folder: Path) -> tuple[int, int]:
@@ -531,7 +531,7 @@ class ResumableTrainer(GRPOTrainer):
                 cure = "give ignore_data_skip to restart at the beginning of the stream, or an earlier checkpoint"
                 raise ConfigError(f"{saved}, whose order is not known: {cure}.")
             return 0, 0 if args.ignore_data_skip else step * window
-        rollouts = len(self.train_dataset) // args.prompts_per_rollout  # of an epoch
+        rollouts = len(self.train_dataset) // args.prompts_per_rollout  # rollouts of an epoch
         batches = rollouts * self._micro_batches_per_generation()
         epochs, steps = divmod(step, -(-batches // window))
         return epochs, 0 if args.ignore_data_skip else steps * window
@@ -569,7 +569,7 @@ def _check_optimizer(optimizer: Any, needed: Sequence[Set[str]]) -> None:
 
     Args:
         optimizer: optimizer with the loaded state.
-        needed: the options of each parameter group before that. `defaults` has options that no group needs.
+        needed: options of each parameter group before loading. `defaults` has options that no group needs.
     """
     for names, group in zip(needed, optimizer.param_groups if needed else (), strict=True):
         if missing := sorted(names - group.keys()):

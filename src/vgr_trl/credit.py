@@ -28,7 +28,7 @@ from vgr_trl.signals.ratios import AttentionMass, last_layers, late_layers, toke
 
 @dataclass(frozen=True)
 class Added:
-    """Values (N, T) that a rule adds to the advantages of tokens, in place of weights; finite on valid tokens."""
+    """Values (N, T) that a rule adds to token advantages instead of weighing them; finite on valid tokens."""
 
     values: Tensor
 
@@ -131,9 +131,9 @@ def shape_advantages(
 def _weights_by_rule(
     advantages: Tensor, signals: RolloutSignals, options: CreditOptions, context: Mapping[str, Any], totals: Totals
 ) -> Iterator[tuple[str | None, Tensor | Added]]:
-    """Yield the name of each plug-in rule (None for this library's) and its weights (N, T) or (N, 1); add its metrics.
+    """Yield each rule's name (None unless it is a plug-in) and weights, (N, T) or (N, 1); add its metrics.
 
-    Bool weights are the tokens that the rule keeps; `Added` stands in place of weights.
+    Bool weights mark the tokens that the rule keeps; `Added` replaces weights.
     """
     mask, dependency = signals.mask.bool(), signals.measured("dependency")  # (N, T)
     if options.token_weights:
@@ -162,7 +162,7 @@ def _weights_by_rule(
         scale, largest = _scale(means, statistics, options.trajectory_scaling_min)
         totals.add_mean("sensitivity_score_mean", means, ~compared.isnan())
         totals.add_mean("scaling_factor_mean", scale, ~compared.isnan())
-        totals.known["dynamic_scaling_max"] = largest
+        totals.replicated["dynamic_scaling_max"] = largest
         yield None, scale.unsqueeze(1)
 
 
@@ -178,7 +178,7 @@ def _require_signals(signals: RolloutSignals, options: CreditOptions) -> None:
 def _keep_largest(
     scores: Tensor, mask: Tensor, fraction: float, totals: Totals, filter_name: str, score_name: str
 ) -> Tensor:
-    """Return the tokens (N, T) with the largest scores, or all tokens of a completion without scores; add metrics.
+    """Mark each completion's tokens with the largest scores, all if it has no scores, (N, T) bool; add metrics.
 
     The metrics are the fraction of kept tokens, the mean scores of kept and dropped tokens, and the mean over
     completions of the smallest kept score.
@@ -226,7 +226,7 @@ def _plugin_weights(
             valid = mask if value.ndim == 2 else mask.any(1)
             totals.add_mean(f"credit/{name}/{key}", value, valid & ~value.isnan())
         else:
-            totals.known[f"credit/{name}/{key}"] = float(value)
+            totals.replicated[f"credit/{name}/{key}"] = float(value)
     if weights.dtype == torch.bool:
         totals.add_mean(f"credit/{name}/token_fraction", weights & mask, mask)
         return weights & mask
@@ -240,7 +240,7 @@ def _plugin_weights(
 
 
 def top_fraction_mask(scores: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """Return the mask of the ⌈fraction · length⌉ valid tokens with the largest scores of each completion.
+    """Mark each completion's ⌈fraction · length⌉ valid tokens with the largest scores.
 
     Of equal scores the earlier token wins; an undefined score (NaN) comes last. `fraction` counts as the decimal number
     that it is printed as: 0.07 of 100 tokens are 7.
@@ -323,7 +323,7 @@ def token_weights(
 
 
 def stack_weights(values: Any, response_mask: Tensor) -> Tensor:
-    """Stack the `token_weights` of a reward or rollout into a tensor (N, T), padded with 1 or cut.
+    """Stack `token_weights` of completions into a tensor (N, T), padded with 1 or cut.
 
     Args:
         values: tensor (N, T'), or per completion a list or tensor of weights; None for a completion without weights.
@@ -372,7 +372,7 @@ def given_weights(weights: Tensor | None, mask: Tensor, measured: Tensor) -> Ten
 
 
 def attention_weights(attention: AttentionMass, mask: Tensor, options: CreditOptions) -> Tensor:
-    """Return the token weights (N, T) that `shape_advantages` uses.
+    """Weigh tokens by their attention to the image with the options of a run, (N, T).
 
     Args:
         attention: attention mass of the completions.
@@ -437,14 +437,14 @@ _SMALLEST_SPREAD = 1e-6
 
 
 def mean_dependency(dependency: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean visual dependency of each completion over its valid tokens, (N,); NaN where none is defined."""
+    """Average visual dependency over each completion's valid tokens, (N,); NaN where it is undefined."""
     defined = mask.bool() & ~dependency.isnan()
     means = masked_mean(dependency.float().masked_fill(~defined, 0), defined).squeeze(1)
     return means.masked_fill(~defined.any(dim=1), torch.nan)
 
 
 def dependency_statistics(means: Tensor, gather: Gather | None = None) -> tuple[float, float, float]:
-    """Return minimum, maximum and mean of the mean dependencies, (N,), that are not NaN; 0 each if there are none.
+    """Return minimum, maximum and mean over the mean dependencies that are not NaN; three zeros without any.
 
     Args:
         means: (N,), NaN for completions that are not compared.
@@ -467,7 +467,7 @@ def trajectory_scale(
         dependency: (N, T), visual dependency of the tokens.
         mask: (N, T) bool, valid tokens.
         minimum: smallest scale a, in [0, 1].
-        statistics: minimum, maximum and mean of z over the completions of all processes; None: of those given.
+        statistics: minimum, maximum and mean of z over all processes; None: over the completions of `dependency`.
 
     Returns:
         (N,) float32. 1 for a completion whose z is undefined (it has no valid token, or no defined dependency), and for
@@ -488,7 +488,7 @@ def _scale(means: Tensor, statistics: tuple[float, float, float], minimum: float
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of each row of (N, T) values over `mask`, (N, 1); 0 where `mask` is empty."""
+    """Average each row of (N, T) values over `mask`, (N, 1); 0 where `mask` is empty."""
     return (values * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -531,7 +531,7 @@ def anchor_tokens(advantages: Tensor, signals: RolloutSignals, mask: Tensor, opt
 
     Args:
         advantages: not read.
-        signals: with attention mass.
+        signals: signals that include attention mass.
         mask: (N, T) bool, valid tokens.
         options: share of the tokens to keep.
     """
@@ -555,14 +555,14 @@ class PGPOOptions(Checked):
 @registries.credit_rules.register("pgpo")
 @declares(needs=("dependency",), options=PGPOOptions)
 def pgpo(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: PGPOOptions) -> Credit:
-    """Return weights with mean 1 in each completion: I / tau below the threshold, 1 + beta (I - tau) / (1 - tau) above.
+    """Weigh tokens by I / tau below the threshold and 1 + beta (I - tau) / (1 - tau) above; a completion's mean is 1.
 
     I, a token's importance, is ln(1 + dependency) scaled to [0, 1] within its completion. Weights are 1 where no
     dependency is defined, and where all tokens are alike. Source: https://huggingface.co/papers/2604.01840, equations 6
     and 7.
 
     Args:
-        signals: with `dependency` (N, T), for PGPO under the perturbation `remove_image`.
+        signals: signals with `dependency` (N, T), for PGPO under the perturbation `remove_image`.
     """
     dependency = signals.measured("dependency")
     defined = mask & ~dependency.isnan()
@@ -587,11 +587,11 @@ def prpo(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: PRP
     """Return weights 1 + boost · r for tokens that depend on the image and are stable when it gets a little noise.
 
     r = importance · exp(-|log π_noisy - log π|), with PGPO's importance, ln(1 + dependency) scaled to [0, 1] within its
-    completion; 0 where no dependency is defined. After the abstract of https://huggingface.co/papers/2606.08708, whose
-    formulas these are not.
+    completion; 0 where no dependency is defined. This follows the abstract of https://huggingface.co/papers/2606.08708,
+    but not the paper's formulas.
 
     Args:
-        signals: with `dependency` (N, T), and log-probabilities given the image and given noisy images.
+        signals: signals with `dependency` and log-probabilities given the image and a noisy image, (N, T).
     """
     dependency = signals.measured("dependency")
     defined = mask & ~dependency.isnan()
@@ -615,11 +615,11 @@ class ToROptions(Checked):
 def tor(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: ToROptions) -> Credit:
     """Weigh reasoning tokens by 1, further perception tokens by `tor_perception_weight`, and others by 0.
 
-    Reasoning tokens are those of largest entropy, perception tokens those whose log-probability changes most without
-    the image. All tokens of a completion without an image weigh 1. Source: https://huggingface.co/papers/2603.25077.
+    Reasoning tokens have the largest entropy; the log-probability of perception tokens changes most without the image.
+    All tokens of a completion without an image weigh 1. Source: https://huggingface.co/papers/2603.25077.
 
     Args:
-        signals: with `entropies`, and log-probabilities given the image and without it.
+        signals: signals with `entropies` and log-probabilities given the image and without it, (N, T).
     """
     change = (signals.views["remove_image"] - signals.logps).abs()
     seen = mask & ~change.isnan()
@@ -643,7 +643,7 @@ class VEPOOptions(Checked):
 def vepo(
     advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: VEPOOptions, *, gather: Gather | None = None
 ) -> Credit:
-    """Weigh the tokens with the largest scores by the number of all tokens over the number of kept tokens, others by 0.
+    """Keep the tokens with the largest scores, weighed by the ratio of all tokens to kept tokens; others get 0.
 
     With j, g, h the Jensen-Shannon divergence, the change of entropy |H' - H| and the entropy H, each scaled to [0, 1]
     within its completion, a token's score is (1 - (1 - j)^alpha (1 - g)^(1 - alpha)) · h. The weight turns a mean over
@@ -651,7 +651,7 @@ def vepo(
     https://huggingface.co/papers/2606.03937 and its code.
 
     Args:
-        signals: with `entropies`, `jsd` and `perturbed_entropies` (N, T).
+        signals: signals with `entropies`, `jsd` and `perturbed_entropies`, (N, T).
     """
     jsd, perturbed = signals.measured("jsd"), signals.measured("perturbed_entropies")
     seen = mask & ~jsd.isnan()
@@ -687,7 +687,7 @@ def rlsd(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: Tea
 
     Args:
         advantages: (N,) or (N, T); only their signs are read.
-        signals: with the log-probabilities of the tokens, and those of the teacher.
+        signals: signals with the log-probabilities of policy and teacher, (N, T).
     """
     gap, clip = teacher_gap(signals, options), options.rlsd_clip
     weights = (per_token(advantages).sign() * gap).exp().clamp(1 - clip, 1 + clip)
@@ -703,7 +703,7 @@ def distil(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: T
 
     Args:
         advantages: not read.
-        signals: with the log-probabilities of the tokens, and those of the teacher.
+        signals: signals with the log-probabilities of policy and teacher, (N, T).
     """
     gap = teacher_gap(signals, options)
     added = options.distil_coef * gap.clamp(-options.distil_clip, options.distil_clip).nan_to_num(nan=0.0)
@@ -745,7 +745,7 @@ def vgpo(
     Source: https://huggingface.co/papers/2604.09349 and its code.
 
     Args:
-        signals: with `similarity` (N, T); weights are 1 where a completion has none.
+        signals: signals with `similarity`, (N, T); weights are 1 where a completion has none.
         groups: (N,) number of each completion's prompt over all processes; None: all belong to one prompt.
     """
     similarity = signals.measured("similarity")
@@ -765,7 +765,7 @@ def vgpo(
 
 
 def _prompt_weights(sums: Tensor, groups: Tensor, gather: Gather | None) -> Tensor:
-    """Weigh each completion (N,) by its sum among the sums of its prompt's completions; 1 where its sum is NaN."""
+    """Weigh each completion by where its sum lies among its prompt's completions, (N,); 1 where the sum is NaN."""
     groups = groups.to(sums.device)
     every, prompts = (sums, groups) if gather is None else (gather(sums), gather(groups))
     beside = (groups.unsqueeze(1) == prompts) & ~every.isnan()  # (N, all)

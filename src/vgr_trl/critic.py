@@ -24,7 +24,7 @@ from vgr_trl.sharing.model_support import base_of, causal_model
 from vgr_trl.signals.scoring import Purpose, Want
 
 logger = logging.get_logger(__name__)
-FILE = "critic.pt"  # in a checkpoint
+FILE = "critic.pt"  # name in a checkpoint
 
 
 class ValueHead(nn.Module):
@@ -55,15 +55,15 @@ class ValueModel(nn.Module):
 
     def __init__(self, policy: nn.Module, head: ValueHead) -> None:
         super().__init__()
-        self.module = deepcopy(base_of(causal_model(policy)))  # where `causal_model` looks for it
+        self.module = deepcopy(base_of(causal_model(policy)))  # `causal_model` reads this attribute
         self.head = head
 
     def forward(
         self, *, labels: Tensor | None, fused_lm_head: bool, shift_labels: Tensor | None = None, **inputs: Any
     ) -> FusedCausalLMOutput:
-        """Return values of the tokens that positions emit, where TRL expects log-probabilities.
+        """Return the values of predicted tokens in place of log-probabilities.
 
-        With `labels` (N, S) they are (N, S - 1), with `shift_labels` (1, K), of selected positions, they are (1, K).
+        Their shape is (N, S - 1) for `labels` (N, S), and (1, K) for the `shift_labels` (1, K) of selected positions.
         """
         hidden = self.module(**{**inputs, "use_cache": False, "return_dict": True}).last_hidden_state
         return FusedCausalLMOutput(log_probs=self.head(hidden if labels is None else hidden[:, :-1]))
@@ -75,7 +75,7 @@ class Critic:
     Each process has the whole module: gradients are averaged over processes, then clipped.
 
     Args:
-        run: its policy is not wrapped yet.
+        run: run whose policy is not wrapped yet.
     """
 
     def __init__(self, run: Run) -> None:
@@ -98,14 +98,14 @@ class Critic:
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
         )
-        self.steps, self.totals = 0, Totals()  # since the last optimizer step
+        self.steps, self.totals = 0, Totals()  # both count from the last optimizer step
         for value in self.named.values():  # an adapter is drawn by each process
             value.data.copy_(broadcast(value.data))
 
     def value_tokens(self, rollout: Rollout, reward_weights: Tensor) -> None:
         """Add values, returns and advantages of the tokens (N, T) to the batch of a rollout.
 
-        Completions that no reward applies to get NaN, and are not trained on.
+        Completions without a reward get NaN and are not trained on.
 
         Args:
             rollout: a rewarded rollout.
@@ -129,7 +129,7 @@ class Critic:
         )
 
     def estimate(self, rollout: Rollout) -> dict[str, float]:
-        """Set advantages (N, T) of a rollout, whitened over the trained tokens of all processes; return metrics."""
+        """Set a rollout's advantages (N, T), whitened over trained tokens on all processes; return metrics."""
         batch = rollout.batch
         advantages, values, returns = (batch.columns[name] for name in ("token_advantages", "values", "returns"))
         trained = rollout.with_gradient.to(advantages.device).unsqueeze(1)  # (N, 1)
@@ -148,11 +148,11 @@ class Critic:
             totals.add_mean(name, tensor, mask)
             totals.add_mean(f"{name} squared", tensor.square(), mask)
         totals.add_mean("critic/value_mean", values, mask)
-        found = totals.metrics(self.run.accelerator.gather)
-        variance, unexplained = (found[f"{name} squared"] - found[name] ** 2 for name in ("returns", "errors"))
+        means = totals.metrics(self.run.accelerator.gather)
+        variance, unexplained = (means[f"{name} squared"] - means[name] ** 2 for name in ("returns", "errors"))
         return {
-            "critic/value_mean": found["critic/value_mean"],
-            "critic/return_mean": found["returns"],
+            "critic/value_mean": means["critic/value_mean"],
+            "critic/return_mean": means["returns"],
             "critic/explained_variance": 1 - unexplained / variance if variance > 1e-12 else float("nan"),
         }
 

@@ -37,10 +37,10 @@ def error_text(error: BaseException, most: int = 200) -> str:
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
-def did_you_mean(name: str, known: Collection[str]) -> str:
+def did_you_mean(name: str, candidates: Collection[str]) -> str:
     """Return ` Did you mean NAME?` with the known name that differs least, in one or two letters; else nothing."""
-    edits = {other: count_edits(name, other) for other in known if abs(len(other) - len(name)) <= MOST_EDITS}
-    nearest = min(edits, key=lambda other: edits[other], default="")
+    edits = {option: count_edits(name, option) for option in candidates if abs(len(option) - len(name)) <= MOST_EDITS}
+    nearest = min(edits, key=lambda option: edits[option], default="")
     is_near = edits.get(nearest, MOST_EDITS + 1) <= min(MOST_EDITS, len(name.strip("-")) // 3)
     return f" Did you mean {nearest}?" if is_near else ""
 
@@ -48,12 +48,12 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 MOST_EDITS = 2
 
 
-def count_edits(one: str, other: str) -> int:
+def count_edits(first: str, second: str) -> int:
     """Return the Levenshtein distance: insertions, deletions and replacements of letters between two names."""
-    row = list(range(len(other) + 1))
-    for i, letter in enumerate(one, 1):
+    row = list(range(len(second) + 1))
+    for i, letter in enumerate(first, 1):
         before, row = row, [i]
-        for j, mate in enumerate(other):
+        for j, mate in enumerate(second):
             row.append(min(before[j] + (letter != mate), before[j + 1] + 1, row[j] + 1))
     return row[-1]
 
@@ -129,7 +129,7 @@ def naming_torchvision(model: str | None = None) -> Iterator[None]:
     """Convert errors about a torchvision that is missing, or built for another torch, into a `ConfigError`.
 
     Args:
-        model: whose processor the block loads; None: only a torchvision that cannot be imported is meant.
+        model: model whose processor the block loads; None: only a torchvision that cannot be imported is meant.
     """
     try:
         yield

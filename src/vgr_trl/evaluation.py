@@ -190,8 +190,8 @@ def score_records(records: Sequence[dict[str, Any]]) -> AnswerScores:
 
 
 def _mean_known(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    defined = [value for value in values if value is not None]
+    return fmean(defined) if defined else None
 
 
 def wilson_interval(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
@@ -224,7 +224,7 @@ class CompletionGenerator:
     Args:
         model: transformers model.
         processor: processor of the model; a tokenizer for a text-only model.
-        max_completion_length: in tokens, at least 1.
+        max_completion_length: largest number of tokens, at least 1.
     """
 
     def __init__(self, model: Any, processor: Any, max_completion_length: int) -> None:
@@ -314,7 +314,7 @@ def evaluate(
         rows: questions with `prompt` (a conversation) or `problem` (text) and `choices`; `solution`; `image`/`images`.
         num_samples: k of mean@k and pass@k; 0 for greedy only.
         temperature: sampling temperature, > 0.
-        max_completion_length: in tokens, at least 1.
+        max_completion_length: largest number of tokens, at least 1.
         batch_size: questions per generation call, at least 1.
         blank_images: replace each image with mid-grey, to measure accuracy without vision.
         blind: also answer each question greedily with grey images.

@@ -87,9 +87,9 @@ def generate(
 
 
 def eval_sampling(args: DAPOConfig, training: bool) -> dict[str, float]:
-    """Return the sampling options that override the training options: in evaluation only."""
-    given = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
-    return {name: value for name, value in given.items() if value is not None and not training}
+    """Return the sampling options that override the training options in evaluation; {} in training."""
+    overrides = {"temperature": args.eval_temperature, "top_p": args.eval_top_p}
+    return {name: value for name, value in overrides.items() if value is not None and not training}
 
 
 def blind_answers(
@@ -159,7 +159,7 @@ def blind_conversation(template: str, question: str, description: str) -> list[d
         description: replaces `{description}`.
     """
     values = {"description": description, "question": question}
-    content = re.sub(r"\{(description|question)\}", lambda found: values[found[1]], template)
+    content = re.sub(r"\{(description|question)\}", lambda match: values[match[1]], template)
     return [{"role": "user", "content": content}]
 
 
@@ -170,7 +170,7 @@ def guarded(processor: Any, is_vlm: bool, dicts: Sequence[Any]) -> Iterator[list
     Args:
         processor: processor of the model, or its tokenizer.
         is_vlm: whether the model reads images.
-        dicts: for each kind of tools and each row, name of a tool -> the tool.
+        dicts: tools by name, a list of such dictionaries with one per row for each kind of tools.
     """
     guard = ToolGuard(special_tokens(processor), processor.image_processor if is_vlm else None)
     with readable_calls(guard.clean):
@@ -192,28 +192,28 @@ def collect_turns(run: Run, rollout: Rollout, generated: Sequence[Any], image_to
     Raises:
         DataError: the image tokens of a row do not match its images.
     """
-    prompt_ids, completion_ids, own, messages, *_, images, returned = generated
-    images = [[*(of_row or ())] for of_row in images or [()] * len(own)]
+    prompt_ids, completion_ids, is_own, messages, *_, images, returned = generated
+    images = [[*(of_row or ())] for of_row in images or [()] * len(is_own)]
     fields = process_images(run.processor, images) if any(returned) and run.facts.is_vlm else {}
     if "image_grid_thw" in fields:
         lengths = fields["image_grid_thw"].prod(-1) // getattr(run.processor.image_processor, "merge_size", 2) ** 2
-        wanted = iter(lengths.tolist())  # tokens of each image, row by row
+        token_counts = iter(lengths.tolist())  # tokens of each image, row by row
         for row, prompt, completion, of_row in zip(rollout.rows, prompt_ids, completion_ids, images, strict=True):
-            takes, count = sum(next(wanted) for _ in of_row), [*prompt, *completion].count(image_token or -1)
-            if count != takes:
-                found = f"{count} image tokens with its completion, but its {len(of_row)} images take {takes}"
+            expected, count = sum(next(token_counts) for _ in of_row), [*prompt, *completion].count(image_token or -1)
+            if count != expected:
+                mismatch = f"{count} image tokens with its completion, but its {len(of_row)} images take {expected}"
                 cure = "use a chat template that writes the images of tool messages"
-                raise DataError(f"The {describe_row(row)} has {found}: {cure}.")
-    return Turns(own, images, returned, fields, messages)
+                raise DataError(f"The {describe_row(row)} has {mismatch}: {cure}.")
+    return Turns(is_own, images, returned, fields, messages)
 
 
 TURN_COLUMNS = ("num_turns", "num_tool_calls", "num_returned_images")
 
 
 def count_turns(completions: Sequence[Any], turns: Turns) -> dict[str, list[int]]:
-    """Count the policy's messages, the tools' messages and the tools' images, as the reward columns `TURN_COLUMNS`."""
+    """Count the policy's messages, the tools' messages and the tools' images; return `TURN_COLUMNS`."""
     roles = [[message["role"] for message in completion] for completion in completions]
-    counts = ([each.count("assistant") for each in roles], [each.count("tool") for each in roles])
+    counts = ([speakers.count("assistant") for speakers in roles], [speakers.count("tool") for speakers in roles])
     return dict(zip(TURN_COLUMNS, (*counts, [*map(len, turns.returned)]), strict=True))
 
 
@@ -266,11 +266,11 @@ class ToolGuard:
         """Return a text, or an image that the model can read, never opened by path or address; None for other types."""
         kind = part.get("type", "image" if "image" in part else "text") if isinstance(part, dict) else None
         if kind != "image":
-            known = kind == "text" and "text" in part
-            return {"type": "text", "text": self.clean(str(part["text"]))} if known else None
-        if not isinstance(given := part.get("image"), bytes | Image.Image):
-            raise DataError(f"The tool returned an image of type {type(given).__name__}: return Pillow's, or bytes.")
-        image = read_image(given)
+            is_text = kind == "text" and "text" in part
+            return {"type": "text", "text": self.clean(str(part["text"]))} if is_text else None
+        if not isinstance(content := part.get("image"), bytes | Image.Image):
+            raise DataError(f"The tool returned an image of type {type(content).__name__}: return Pillow's, or bytes.")
+        image = read_image(content)
         if self.process is not None:
             self.process(images=[image], return_tensors="pt")
         return {"type": "image", "image": image}

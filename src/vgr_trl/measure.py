@@ -34,7 +34,7 @@ from vgr_trl.signals.scoring import AttentionPlan, Scores, Want
 from vgr_trl.views.regions import region_mask
 
 ColumnsAndMetrics = tuple[dict[str, list[Any]], dict[str, float]]
-MOST_KEPT = 2**29  # bytes of attention kept per token on the device; 10 rows of 1,024 tokens of a 7 B model
+MAX_ATTENTION_BYTES = 2**29  # attention kept per token on the device; 10 rows of 1,024 tokens of a 7 B model
 
 
 def completion_batch(run: Run, rollout: Rollout, completion_ids: list[list[int]]) -> Batch:
@@ -100,7 +100,7 @@ def make_signals(scores: Scores, generated: RolloutSignals | None) -> RolloutSig
 
     Args:
         scores: scores with entropies.
-        generated: signals measured in generation, whose attention replaces that of the pass; None: not measured.
+        generated: signals measured in generation; their attention replaces the pass's. None: not measured.
     """
     mass = scores.attention if generated is None else pad_signals(generated, scores.mask).attention
     entropies: Any = scores.entropies
@@ -108,33 +108,33 @@ def make_signals(scores: Scores, generated: RolloutSignals | None) -> RolloutSig
 
 
 def _limit_kept_rows(vision: torch.Tensor, queries: int, rows: Sequence[int]) -> list[int]:
-    """Return the rows whose attention per token fits into `MOST_KEPT` bytes together, first come first served.
+    """Greedily choose rows while their attention per token fits into `MAX_ATTENTION_BYTES`.
 
     Args:
         vision: (N, P + T) bool, vision tokens.
         queries: queries of a row, summed over layers.
-        rows: rows to keep attention of.
+        rows: candidate rows, in order of priority.
     """
     fitting, used = [], 0
     for row in rows:
         size = 4 * queries * int(vision[row].sum())
-        if used + size <= MOST_KEPT:
+        if used + size <= MAX_ATTENTION_BYTES:
             fitting.append(row)
             used += size
     return fitting
 
 
 def pad_signals(generated: RolloutSignals, mask: torch.Tensor) -> RolloutSignals:
-    """Pad signals of T' tokens with zeros, or cut them, to the T tokens of `mask`, (N, T)."""
+    """Pad signals with zeros, or cut them, from T' tokens to the T tokens of `mask`, (N, T)."""
     mass, mask = generated.measured("attention"), mask.to(generated.mask.device)
     missing = mask.size(1) - generated.mask.size(1)  # TRL may have cut or padded the longest completion
     values = generated.logps, generated.entropies, mass.vision, mass.instruction
-    logps, entropies, vision, instruction = (functional.pad(each, (0, missing)) * mask for each in values)
+    logps, entropies, vision, instruction = (functional.pad(tensor, (0, missing)) * mask for tensor in values)
     return RolloutSignals(logps, entropies, mask, replace(mass, vision=vision, instruction=instruction, mask=mask))
 
 
 def signals_as_columns(run: Run, rollout: Rollout) -> ColumnsAndMetrics:
-    """Return the signal columns for rewards, and metrics; add the named signals to those of the rollout."""
+    """Add the named signals to the rollout; return the signal columns for rewards, and metrics."""
     signals, gather = cast("RolloutSignals", rollout.signals), run.accelerator.gather
     new = add_named(run.measurement.named, signals)
     columns: dict[str, list[Any]] = {**named_columns(new, signals)}
@@ -178,7 +178,7 @@ def choose_sample(rows: int, size: int, first: int, recorded: Sequence[int], dra
 
 
 def measure_sample(run: Run, rollout: Rollout, completion_ids: list[list[int]]) -> ColumnsAndMetrics:
-    """Measure the attention of a sample of a rollout's rows; return columns, None for other rows, and metrics.
+    """Measure attention on some rows of a rollout; return columns, with None for other rows, and metrics.
 
     The signals of other rows are NaN. Every process measures equally many rows, because sharded parameters need equally
     many forward calls.
@@ -207,7 +207,7 @@ def measure_sample(run: Run, rollout: Rollout, completion_ids: list[list[int]]) 
 
 
 def _spread(signals: RolloutSignals, rows: Sequence[int], mask: torch.Tensor) -> RolloutSignals:
-    """Scatter signals of some rows, of at most T tokens, to all rows of `mask`, (N, T); NaN or 0 elsewhere."""
+    """Scatter the signals of `rows`, at most T tokens long, into all rows of `mask`, (N, T); NaN or 0 elsewhere."""
     columns, mask = signals_to_columns(signals), mask.to(signals.mask.device)
     for name, values in columns.items():
         undefined = torch.nan if values.is_floating_point() else 0

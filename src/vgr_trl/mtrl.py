@@ -81,14 +81,14 @@ def _build_launch_command(stated: Mapping[str, Any], flags: Sequence[str], words
     else:
         launch = ["accelerate.commands.launch", "--num_processes", str(nodes * processes), "--num_machines", str(nodes)]
         launch += _choose_engine_flags(conversion, words)
-    own = ["-m", "vgr_trl.mtrl", *words]
+    command = ["-m", "vgr_trl.mtrl", *words]
     if nodes > 1:
         raise ConfigError(
             f"{conversion.name(_NODES_KEY)} is {nodes}: start this on each machine, with the address of "
             f"the first for ADDRESS and 0 to {nodes - 1} for RANK: accelerate launch --main_process_ip ADDRESS "
-            f"--main_process_port 29500 --machine_rank RANK {shlex.join([*launch[1:], *own])}"
+            f"--main_process_port 29500 --machine_rank RANK {shlex.join([*launch[1:], *command])}"
         )
-    return [sys.executable, "-m", *launch, *own]
+    return [sys.executable, "-m", *launch, *command]
 
 
 def _choose_engine_flags(keys: Conversion, words: Sequence[str]) -> list[str]:

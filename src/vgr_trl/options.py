@@ -67,9 +67,9 @@ def check_options(options: Any, limits: Mapping[str, Mapping[str, Any]] | None =
     hints = get_type_hints(type(options))
     for declared in fields(options):
         value, hint = vars(options)[declared.name], hints[declared.name]
-        known = declared.metadata if "needs" in declared.metadata else (limits or {}).get(declared.name)
-        if known is not None or (value is None and hint in (int, float)):
-            check_value(declared.name, value, hint, **{bound: (known or {}).get(bound) for bound in _BOUNDS})
+        limits_of_option = declared.metadata if "needs" in declared.metadata else (limits or {}).get(declared.name)
+        if limits_of_option is not None or (value is None and hint in (int, float)):
+            check_value(declared.name, value, hint, **{bound: (limits_of_option or {}).get(bound) for bound in _BOUNDS})
 
 
 @dataclass
@@ -134,8 +134,8 @@ def unused_options(options: Any, absent: Collection[str] = ()) -> dict[str, str]
         options: instance of a dataclass of options.
         absent: names in `FACTS` that do not hold for the run.
     """
-    known = type(options).__dataclass_fields__
-    reasons = {name: _why_unused(options, known[name], absent) for name in changed_options(options)}
+    fields_by_name = type(options).__dataclass_fields__
+    reasons = {name: _why_unused(options, fields_by_name[name], absent) for name in changed_options(options)}
     return {name: why for name, why in reasons.items() if why is not None}
 
 

@@ -1,4 +1,4 @@
-"""`RowImages`, the images of each row of a batch, assigned by a table of layouts; the columns of token types.
+"""Assign images to the rows of a batch by a table of layouts (`RowImages`), and extend token types.
 
 A family of models with another layout needs one more `Layout`.
 """
@@ -40,7 +40,7 @@ class UnknownParts(DataError):
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the pixel inputs of some families of models.
+    """How some model families lay out pixel inputs.
 
     Attributes:
         units: what the first dimension of each pixel input indexes.
@@ -56,14 +56,14 @@ def image_inputs_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None}
 
 
-def parts_by_tokens(given: ImageInputs, is_image: torch.Tensor) -> Parts:
+def parts_by_tokens(inputs: ImageInputs, is_image: torch.Tensor) -> Parts:
     """Assign pixel inputs to rows by image placeholders, (N, S) bool.
 
     Raises:
         UnknownParts: the assignment is ambiguous.
     """
-    layout = find_layout(given)
-    return _slice_inputs(given, layout, dict.fromkeys(("row", "image", "tile"), layout.count(given, is_image)))
+    layout = find_layout(inputs)
+    return _slice_inputs(inputs, layout, dict.fromkeys(("row", "image", "tile"), layout.count(inputs, is_image)))
 
 
 def on_device(numbers: Sequence[int], device: torch.device | str) -> torch.Tensor:
@@ -71,41 +71,41 @@ def on_device(numbers: Sequence[int], device: torch.device | str) -> torch.Tenso
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def find_layout(given: ImageInputs, images: int | None = None) -> Layout:
+def find_layout(inputs: ImageInputs, images: int | None = None) -> Layout:
     """Return the layout of pixel inputs.
 
     Args:
-        given: pixel inputs by name.
+        inputs: pixel inputs by name.
         images: number of images of all rows; None: unknown.
 
     Raises:
         UnknownParts: no layout matches.
     """
-    if "pixel_values" not in given or any(not isinstance(value, torch.Tensor) for value in given.values()):
+    if "pixel_values" not in inputs or any(not isinstance(value, torch.Tensor) for value in inputs.values()):
         raise UnknownParts("pixel inputs of an unknown form")
-    pixels = given["pixel_values"]
+    pixels = inputs["pixel_values"]
     # Rows are padded to the most images of a row, with a mask. PerceptionLM has tiles in this place, and no mask.
-    of_rows = "pixel_attention_mask" in given or len(pixels) != images
-    if "image_grid_thw" in given:
+    of_rows = "pixel_attention_mask" in inputs or len(pixels) != images
+    if "image_grid_thw" in inputs:
         layout = PATCHES
-    elif "spatial_shapes" in given:
+    elif "spatial_shapes" in inputs:
         layout = UNEQUAL_TILES
-    elif pixels.ndim == 5 and "image_sizes" not in given and of_rows:
+    elif pixels.ndim == 5 and "image_sizes" not in inputs and of_rows:
         layout = PADDED_ROWS
     else:
-        layout = UNEQUAL_IMAGES if "image_sizes" in given or "image_position_ids" in given else EQUAL_TILES
-    if unknown := given.keys() - layout.units.keys():
+        layout = UNEQUAL_IMAGES if "image_sizes" in inputs or "image_position_ids" in inputs else EQUAL_TILES
+    if unknown := inputs.keys() - layout.units.keys():
         raise UnknownParts(f"the input {min(unknown)} beside pixel_values", "score all rows at once (batch_size=None)")
     return layout
 
 
-def _slice_inputs(given: ImageInputs, layout: Layout, counts: dict[Unit, list[int]]) -> Parts:
+def _slice_inputs(inputs: ImageInputs, layout: Layout, counts: dict[Unit, list[int]]) -> Parts:
     slices = {unit: _make_slices(of_rows) for unit, of_rows in counts.items()}
     if "patch" in layout.units.values():
-        patches = given["image_grid_thw"].prod(-1).tolist()
+        patches = inputs["image_grid_thw"].prod(-1).tolist()
         slices["patch"] = _make_slices([sum(patches[images]) for images in slices["image"]])
-    parts = {name: slices[layout.units[name]] for name in given}
-    for name, value in given.items():
+    parts = {name: slices[layout.units[name]] for name in inputs}
+    for name, value in inputs.items():
         if (parts[name][-1].stop if parts[name] else 0) != len(value):
             raise UnknownParts(f"{name} of shape {tuple(value.shape)}")
     return parts
@@ -118,10 +118,10 @@ def _make_slices(counts: Sequence[int]) -> list[slice]:
 def _count_by(name: str) -> Callable[[ImageInputs, torch.Tensor], list[int]]:
     """Return a counter of images or tiles of patches / merge tokens; the input `name` has their sides in patches."""
 
-    def count(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
-        if name not in given:
+    def count(inputs: ImageInputs, is_image: torch.Tensor) -> list[int]:
+        if name not in inputs:
             raise UnknownParts("image tokens and images that do not match")
-        tokens, patches = is_image.sum(1).tolist(), given[name].prod(-1).tolist()  # (N,)
+        tokens, patches = is_image.sum(1).tolist(), inputs[name].prod(-1).tolist()  # (N,)
         merge, rest = divmod(sum(patches), sum(tokens)) if any(tokens) else (0, 1)
         ends = [0, *accumulate(patches)]  # patches before each image, and in all
         wanted = [merge * count for count in accumulate(tokens)]  # patches up to the end of each row
@@ -132,16 +132,16 @@ def _count_by(name: str) -> Callable[[ImageInputs, torch.Tensor], list[int]]:
     return count
 
 
-def _count_runs(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
+def _count_runs(inputs: ImageInputs, is_image: torch.Tensor) -> list[int]:
     """Count runs of placeholders, or divide by area where families separate the rows of an image by other tokens."""
     starts = is_image & ~pad(is_image, (1, 0))[:, :-1]  # (N, S)
     counts: list[int] = starts.sum(1).tolist()
-    return counts if sum(counts) == len(given["pixel_values"]) else _count_by("image_sizes")(given, is_image)
+    return counts if sum(counts) == len(inputs["pixel_values"]) else _count_by("image_sizes")(inputs, is_image)
 
 
-def _count_equal(given: ImageInputs, is_image: torch.Tensor) -> list[int]:
+def _count_equal(inputs: ImageInputs, is_image: torch.Tensor) -> list[int]:
     """Count images or tiles with equally many placeholders each."""
-    tokens, tiles = is_image.sum(1).tolist(), len(given["pixel_values"])
+    tokens, tiles = is_image.sum(1).tolist(), len(inputs["pixel_values"])
     if not tiles or not any(tokens) or sum(tokens) % tiles or any(count % (sum(tokens) // tiles) for count in tokens):
         raise UnknownParts("image tokens and images that do not match")
     return [count * tiles // sum(tokens) for count in tokens]
@@ -155,7 +155,7 @@ UNEQUAL_TILES = Layout(
 )
 # Idefics, SmolVLM.
 PADDED_ROWS = Layout(
-    dict.fromkeys(("pixel_values", "pixel_attention_mask"), "row"), lambda given, is_image: [1] * len(is_image)
+    dict.fromkeys(("pixel_values", "pixel_attention_mask"), "row"), lambda inputs, is_image: [1] * len(is_image)
 )
 # LLaVA-NeXT and -OneVision, Mistral 3, Gemma 4.
 UNEQUAL_IMAGES = Layout(dict.fromkeys(("pixel_values", "image_sizes", "image_position_ids"), "image"), _count_runs)
@@ -165,7 +165,7 @@ EQUAL_TILES = Layout({"pixel_values": "tile"}, _count_equal)
 
 @dataclass(eq=False)  # tensors do not compare to a bool
 class RowImages:
-    """Images of N rows as a model takes them, as tensors of all rows or row by row; reading one form makes it.
+    """Pixel inputs of N rows, as tensors of all rows or row by row; reading one form makes it.
 
     Attributes:
         whole: pixel inputs of all rows by name, also others than `IMAGE_INPUTS`; None: they are in `parts`.
@@ -233,14 +233,14 @@ class RowImages:
     @property
     def slices(self) -> Parts:
         """The slice of each row in the first dimension of each pixel input; as `rows`."""
-        given = {name: value for name, value in self.tensors.items() if name != PERTURBED}
-        if not given:
+        inputs = {name: value for name, value in self.tensors.items() if name != PERTURBED}
+        if not inputs:
             return {}
         images = [int(count) for count in self.num_images or ()]
         tiles = images if self.num_tiles is None else [int(count) for count in self.num_tiles]
-        layout = find_layout(given, sum(images))
+        layout = find_layout(inputs, sum(images))
         self.one_per_row = layout.units["pixel_values"] == "row"
-        slices = _slice_inputs(given, layout, {"row": [1] * len(images), "image": images, "tile": tiles})
+        slices = _slice_inputs(inputs, layout, {"row": [1] * len(images), "image": images, "tile": tiles})
         if PERTURBED in self.tensors:
             slices[PERTURBED] = slices["pixel_values"]
         return slices
@@ -257,27 +257,27 @@ class RowImages:
         """Join images of several batches, with the pixel inputs that the first batch has, if it has images.
 
         Args:
-            images: of each batch.
+            images: images of each batch.
             lengths: number of rows of each batch.
 
         Raises:
             DataError: a row with images lacks a pixel input of the first batch.
         """
         pairs = [*zip(images, lengths, strict=True)]
-        rows = [row for each, count in pairs for row in each.rows or [{} for _ in range(count)]]
+        rows = [row for batch, count in pairs for row in batch.rows or [{} for _ in range(count)]]
         wanted = {name for row in images[0].rows for name in row}
         for row in rows:
             if row and not wanted <= row.keys():
                 raise missing_column_error(min(wanted - row.keys()))
         kept = [{name: row[name] for name in row if name in wanted or not wanted} for row in rows]
-        counts = [each.num_images or [0] * count for each, count in pairs]
-        tiles = [each.num_tiles or own for each, own in zip(images, counts, strict=True)]
+        counts = [batch.num_images or [0] * count for batch, count in pairs]
+        tiles = [batch.num_tiles or counts_of_batch for batch, counts_of_batch in zip(images, counts, strict=True)]
         return cls(
             None,
-            [*chain(*counts)] if any(each.num_images for each in images) else None,
-            [*chain(*tiles)] if any(each.num_tiles for each in images) else None,
+            [*chain(*counts)] if any(batch.num_images for batch in images) else None,
+            [*chain(*tiles)] if any(batch.num_tiles for batch in images) else None,
             kept,
-            any(each.one_per_row for each in images),
+            any(batch.one_per_row for batch in images),
         )
 
     def map(self, change: Callable[[Any], Any], key: Callable[[Any], Hashable] | None = None) -> "RowImages":
@@ -285,16 +285,16 @@ class RowImages:
 
         Args:
             change: returns the changed tensor.
-            key: of a tensor of a row; None: each tensor has its own.
+            key: returns what equal tensors of rows have in common; None: every tensor is changed by itself.
         """
         if self.whole is not None and key is None:
             return replace(self, whole={name: change(value) for name, value in self.whole.items()}, parts=None)
         changed: dict[Hashable, Any] = {}
 
         def change_once(value: Any) -> Any:
-            if (known := (key or id)(value)) not in changed:
-                changed[known] = change(value)
-            return changed[known]
+            if (identity := (key or id)(value)) not in changed:
+                changed[identity] = change(value)
+            return changed[identity]
 
         parts = [{name: change_once(value) for name, value in row.items()} for row in self.rows]
         return replace(self, whole=None, parts=parts)
@@ -303,32 +303,32 @@ class RowImages:
         """Replace `pixel_values`, or add another input of their layout.
 
         Raises:
-            DataError: the new ones have another shape.
+            DataError: `pixels` has another shape than `pixel_values`.
         """
         like = self.tensors["pixel_values"]
         if pixels.shape != like.shape:
-            found = f"pixel_values of shape {tuple(pixels.shape)}, images {tuple(like.shape)}"
+            shapes = f"pixel_values of shape {tuple(pixels.shape)}, images {tuple(like.shape)}"
             raise DataError(
-                f"Perturbed images give {found}: switch off options that perturb images for this processor."
+                f"Perturbed images give {shapes}: switch off options that perturb images for this processor."
             )
         return replace(self, whole={**self.tensors, name: pixels.to(like.device, like.dtype)}, parts=None)
 
     def without(self, name: str) -> "RowImages":
-        """Return the images without an input."""
+        """Return the images without the input `name`."""
         if self.parts is not None:
-            parts = [{own: value for own, value in row.items() if own != name} for row in self.parts]
+            parts = [{key: value for key, value in row.items() if key != name} for row in self.parts]
             return replace(self, whole=None, parts=parts)
-        return replace(self, whole={own: value for own, value in self.tensors.items() if own != name})
+        return replace(self, whole={key: value for key, value in self.tensors.items() if key != name})
 
-    def with_pixels_of(self, other: "RowImages") -> "RowImages":
-        """Replace `pixel_values` by those of other images of the same sizes, which may be padded to less than these.
+    def with_pixels_of(self, perturbed: "RowImages") -> "RowImages":
+        """Take `pixel_values` from perturbed images of the same sizes, which may have less padding.
 
         Raises:
-            DataError: the other images have other sizes.
+            DataError: the perturbed images have other sizes.
         """
-        shown, pixels = self.without(PERTURBED).tensors, other.tensors["pixel_values"]
-        if pixels.shape != shown["pixel_values"].shape and other.tensors.keys() == shown.keys():
-            grown = {name: _grow(value, shown[name].shape, name) for name, value in other.tensors.items()}
+        shown, pixels = self.without(PERTURBED).tensors, perturbed.tensors["pixel_values"]
+        if pixels.shape != shown["pixel_values"].shape and perturbed.tensors.keys() == shown.keys():
+            grown = {name: _grow(value, shown[name].shape, name) for name, value in perturbed.tensors.items()}
             sizes = shown.keys() - {"pixel_values"}
             if sizes and all(torch.equal(grown[name].to(shown[name]), shown[name]) for name in sizes):
                 pixels = grown["pixel_values"]
@@ -345,12 +345,12 @@ class RowImages:
         Returns:
             (N, S) int64, from 1; 0 for other tokens and unknown images.
         """
-        given, num_images = image_inputs_of(self.tensors), self.num_images or []
+        inputs, num_images = image_inputs_of(self.tensors), self.num_images or []
         numbers, count = torch.zeros_like(is_image, dtype=torch.int64), sum(num_images)
         sizes: list[int] = []
-        if "image_grid_thw" in given:
-            sizes = given["image_grid_thw"].prod(-1).tolist()
-        elif given and count and find_layout(given, count) is EQUAL_TILES and len(given["pixel_values"]) == count:
+        if "image_grid_thw" in inputs:
+            sizes = inputs["image_grid_thw"].prod(-1).tolist()
+        elif inputs and count and find_layout(inputs, count) is EQUAL_TILES and len(inputs["pixel_values"]) == count:
             sizes = [1] * count
         if not sizes:  # a row would have the host wait
             return numbers
@@ -358,8 +358,8 @@ class RowImages:
             tokens, worth = int(is_image[row].sum()), sum(sizes[images])
             if worth and not any(tokens * size % worth for size in sizes[images]):
                 counts = [tokens * size // worth for size in sizes[images]]
-                each = torch.arange(1, len(counts) + 1).repeat_interleave(torch.tensor(counts))
-                numbers[row, is_image[row]] = each.to(numbers.device)
+                image_numbers = torch.arange(1, len(counts) + 1).repeat_interleave(torch.tensor(counts))
+                numbers[row, is_image[row]] = image_numbers.to(numbers.device)
         return numbers
 
     def _stack(self, parts: Sequence[torch.Tensor | None], name: str) -> torch.Tensor:
@@ -372,7 +372,7 @@ class RowImages:
 
 def _grow(value: torch.Tensor, shape: Sequence[int], name: str) -> torch.Tensor:
     """Pad an input to at least a shape, but for its first dimension."""
-    missing = [max(size - own, 0) for size, own in zip(shape[1:], value.shape[1:], strict=True)]
+    missing = [max(size - length, 0) for size, length in zip(shape[1:], value.shape[1:], strict=True)]
     widths = [width for size in reversed(missing) for width in (0, size)]  # the last dimension first
     return pad(value, widths, value=_PADDING.get(name, 0)) if any(missing) else value
 

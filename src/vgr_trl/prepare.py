@@ -96,12 +96,12 @@ def number_rewards(names: Iterable[str]) -> list[str]:
     """Return unique names of rewards; a repeated name gets a number: `name`, `name_2`, …"""
     unique: list[str] = []
     for name in names:
-        number, own = 1, name
-        while own in unique:
-            number, own = number + 1, f"{name}_{number + 1}"
-        if own != name:
-            _warn(f"Two rewards are named {name}: the metrics of one of them are named {own}.")
-        unique.append(own)
+        number, unique_name = 1, name
+        while unique_name in unique:
+            number, unique_name = number + 1, f"{name}_{number + 1}"
+        if unique_name != name:
+            _warn(f"Two rewards are named {name}: the metrics of one of them are named {unique_name}.")
+        unique.append(unique_name)
     return unique
 
 
@@ -219,7 +219,7 @@ def _warn(sentence: str) -> None:
 
 
 def check_rewards(rewards: Sequence[Any], datasets: Iterable[Any], measured_columns: Sequence[str]) -> None:
-    """Raise `RewardError` if a reward takes a column that neither the data, if they list theirs, nor a rollout has.
+    """Raise `RewardError` if a reward takes a column that neither the data nor a rollout has.
 
     Args:
         rewards: reward functions.
@@ -243,22 +243,22 @@ def refuse_few_rows(data: Any, prompts: int) -> None:
         raise DataError(f"{problem}: add rows, or lower per_device_train_batch_size or gradient_accumulation_steps.")
 
 
-HASHED_ROWS = 50  # whose images are compared between the processes
+HASHED_ROWS = 50  # rows whose images are compared between the processes
 
 
 def refuse_differing_data(datasets: Iterable[tuple[str, Any]], num_processes: int) -> None:
     """Raise `DataError` on all processes if their data differ; the sampler would mix two prompts in a group.
 
     Args:
-        datasets: with a name each, for the message.
+        datasets: data sets, each with a name for the message.
     """
     if num_processes == 1:
         return
     hashes = [(name, _order_hash(data)) for name, data in datasets if is_repeatable(data)]
-    first, *others = gather_object([hashes])
-    for number, found in enumerate(others, start=1):
-        if found != first:
-            names = " and ".join(dict(set(found) ^ set(first)))
+    first, *other_hashes = gather_object([hashes])
+    for number, process_hashes in enumerate(other_hashes, start=1):
+        if process_hashes != first:
+            names = " and ".join(dict(set(process_hashes) ^ set(first)))
             problem = f"The {names} data of process {number} are not those of process 0, or in another order"
             raise DataError(f"{problem}: give all processes the same data set.")
 
@@ -276,10 +276,10 @@ def _order_hash(dataset: Dataset) -> str:
 
 
 def refuse_unread_images(datasets: Iterable[tuple[str, Any]], model: Any, processor: Any) -> None:
-    """Raise `ConfigError` if the data of a model that reads text only have images.
+    """Raise `ConfigError` if the data have images but the model reads text only.
 
     Args:
-        datasets: with a name each, for the message.
+        datasets: data sets, each with a name for the message.
         processor: processor of the model, or its tokenizer.
     """
     for name, dataset in datasets:

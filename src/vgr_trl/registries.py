@@ -102,8 +102,8 @@ def import_attribute(spec: str, kind: str, error_type: type[VGRError] = ConfigEr
     try:
         return getattr(module, attribute)
     except AttributeError:
-        own = {key: value for key, value in vars(module).items() if callable(value) and key[0] != "_"}
-        accepted = ", ".join(key for key in own if own[key].__module__ == module.__name__) or "another module"
+        public = {key: value for key, value in vars(module).items() if callable(value) and key[0] != "_"}
+        accepted = ", ".join(key for key in public if public[key].__module__ == module.__name__) or "another module"
         raise error_type(f"{path} has no {kind} {attribute!r}: give one of {accepted}.") from None
 
 
@@ -173,8 +173,8 @@ class Registry:
             return self._own[name]
         if not entries:
             problem = f"There is no {self.kind} {name!r}.{did_you_mean(name, self.names())}"
-            others = "a dotted path (my_package.my_module.my_function) or a file (my_file.py:my_function)"
-            raise self.error_type(f"{problem} Give one of {', '.join(self.names())}, {others}.")
+            alternatives = "a dotted path (my_package.my_module.my_function) or a file (my_file.py:my_function)"
+            raise self.error_type(f"{problem} Give one of {', '.join(self.names())}, {alternatives}.")
         with _naming_import_errors(owners[0], self.kind, self.error_type):
             return entries[owners[0]].load()
 

@@ -20,13 +20,13 @@ class GroupSelection:
 
     Attributes:
         placement: which process holds which rows.
-        rewards: weighted sums, (N of all,), NaN where no function applied.
+        rewards: weighted sums, (N of all processes,), NaN where no function applied.
         task_rewards: likewise, without the penalty of the KL; they decide which groups have zero variance.
         advantages: (N of all,).
         dropped: numbers of the zero-variance groups and of the groups that online filtering drops.
         filtered: numbers of the groups that online filtering alone drops.
         bounds: mean rewards between which online filtering keeps groups.
-        trained: number of generated groups with a gradient, of further prompts too.
+        trained: number of generated groups with a gradient, including groups of further prompts.
     """
 
     placement: Placement
@@ -53,20 +53,20 @@ class GroupSelection:
         """Return the rows of this process with a gradient, (N,) bool.
 
         Args:
-            replaced: numbers of the groups that others have replaced.
+            replaced: numbers of the groups that were replaced by groups of other prompts.
         """
-        found = torch.ones(self.placement.rows, dtype=torch.bool)
+        has_gradient = torch.ones(self.placement.rows, dtype=torch.bool)
         for group in set(self.dropped).difference(replaced):
-            found[[row for row, _ in self.placement.here(group)]] = False
-        return found
+            has_gradient[[row for row, _ in self.placement.here(group)]] = False
+        return has_gradient
 
 
 @dataclass
 class Noise:
-    """Completions of a rollout that were sampled from perturbed images.
+    """Perturbation under which some completions of a rollout were sampled.
 
     Attributes:
-        rows: (N,), whether the completion of each row of this process is noisy.
+        rows: (N,), whether each completion of this process is noisy.
         generations: noisy completions of each prompt.
         strength: strength of the perturbation, in [0, 1].
         prompts: prompts sampled from, noisy rows with perturbed images; None: no row is noisy.
@@ -106,19 +106,19 @@ class Rollout:
         signals: signals of the completions, and after the selection of the groups that are trained on.
 
         Rewarded:
-        rewards: unweighted, of all processes, (N of all, number of functions).
+        rewards: unweighted rewards, (N of all processes, number of functions).
         token_weights: weights that reward files have returned, by completion of this process; None without a file.
-        kl_penalty: (N, T), at most 0 for most kinds: the KL in the reward of each token.
+        kl_penalty: (N, T), the KL term in each token's reward, at most 0 for most estimators.
         batch: batch to train on; a stage that adds to it replaces it.
-        perturbed_images: row -> its images as they were perturbed for the dependency.
-        teacher_images: row -> its images as the teacher sees them.
-        teacher_top: tokens that the teacher finds most likely, (N, T, k), and their log-probabilities with all others
-            last, (N, T, k + 1), 0 for rows that nothing reads; None: nothing reads any.
+        perturbed_images: row -> images perturbed to measure the dependency.
+        teacher_images: row -> images that the teacher sees.
+        teacher_top: the teacher's k most likely tokens, (N, T, k), and log-probabilities, (N, T, k + 1); the last
+            column is the rest of the vocabulary; 0 for unused rows. None: nothing reads them.
         changes: (N, T), changes of the log-probabilities when images are perturbed.
 
         Selected:
         selection: groups with a gradient, and their rewards.
-        replaced: numbers of the groups that others have replaced.
+        replaced: numbers of the groups that were replaced by groups of other prompts.
         with_gradient: (N,) bool, rows with a gradient.
         metrics: metrics of the perturbed views.
         credit: name of a credit rule -> its weights, (N, T).
@@ -180,7 +180,7 @@ def refuse_files_in_prompts(prompts: list[Any]) -> None:
 
 
 def describe_row(row: Mapping[str, Any]) -> str:
-    """Return "row with …", by the row's `id`, if it has one, or the end of its prompt."""
+    """Return "row with …" with the row's `id`, or "row whose prompt ends with …" without one."""
     if row.get("id") is not None:
         return f"row with the id {row['id']!r}"
     prompt = row.get("prompt") or ""
@@ -197,7 +197,7 @@ def refuse_infinite(rewards: torch.Tensor, names: Sequence[str], rows: Sequence[
     """Raise `RewardError` on all processes if a reward is infinite; a reward that does not apply is NaN.
 
     Args:
-        rewards: of all processes, (N of all, number of functions).
+        rewards: (N of all processes, number of functions).
         names: names of the functions.
         rows: rows of this process.
         first: number of the first of these rows among all.
@@ -206,7 +206,7 @@ def refuse_infinite(rewards: torch.Tensor, names: Sequence[str], rows: Sequence[
     if not infinite:
         return
     row, function = infinite[0]
-    here = f", the {describe_row(rows[row - first])}" if first <= row < first + len(rows) else ""
-    found = f"{rewards[row, function].item()} for row {row} of the {len(rewards)} of the rollout batch{here}"
+    location = f", the {describe_row(rows[row - first])}" if first <= row < first + len(rows) else ""
+    value = f"{rewards[row, function].item()} for row {row} of the {len(rewards)} of the rollout batch{location}"
     cure = "return a finite float32 number, or None where the reward does not apply"
-    raise RewardError(f"The reward {names[function]} is {found}: {cure}.")
+    raise RewardError(f"The reward {names[function]} is {value}: {cure}.")

@@ -1,4 +1,4 @@
-"""Check rollouts: the engine's log-probabilities are the trainer's, prompts keep images, the model uses pixels."""
+"""Check that an engine's log-probabilities match the trainer's, prompts keep images and the model uses pixels."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ from vgr_trl.signals.perturbation import perturb_images
 from vgr_trl.signals.scoring import Want
 from vgr_trl.views.perturbed_pass import batch_with_other_images
 
-GROWTH = 10  # a distance of so many times the first one ends the run, if it is above the limit
+GROWTH = 10  # a distance above the limit and above GROWTH times the first distance ends the run
 
 
 class EngineCheck(SavedState):
-    """Compares, in each rollout, the completions of one prompt with an image of each process.
+    """Compares, in each rollout, the completions of one prompt with an image per process.
 
     Attributes:
         limit: `engine_distance_limit`.
@@ -48,7 +48,7 @@ class EngineCheck(SavedState):
         """
         batch, device = rollout.batch, run.accelerator.device
         engine = batch.columns.get("engine_logps")
-        if engine is None or rollout.sampled is None:  # the latter are the old ones, compared with the training pass
+        if engine is None or rollout.sampled is None:  # if moved out, the training pass compares them
             return {}
         logps = batch.old_logps
         if logps is None and rollout.scores is not None:
@@ -62,21 +62,21 @@ class EngineCheck(SavedState):
         return self.judge(largest, run.step + 1)
 
     def judge(self, distance: float, step: int) -> dict[str, float]:
-        """Return a distance as a metric, unless it is above the limit and above `GROWTH` times the first one.
+        """Return a distance as a metric, unless it is above the limit and above `GROWTH` times the first distance.
 
-        The first one counts as at most the limit: an engine that is wrong from the start ends the run if its distance
-        is above `GROWTH` times the limit.
+        The first distance counts as at most the limit: an engine that is wrong from the start ends the run if its
+        distance is above `GROWTH` times the limit.
 
         Raises:
             EngineError: the distance is too large.
         """
         self.first = distance if self.first is None else self.first
         if distance > max(self.limit, GROWTH * min(self.first, self.limit)):
-            seen = (
+            gap = (
                 f"{distance:.3g} nats a token from the trainer's in step {step}, {self.first:.3g} in the first rollout"
             )
             cure = "it has other weights, images or prompts, so resume with the engine started anew, or without it"
-            raise EngineError(f"The engine's log-probabilities are {seen}: {cure} (engine_distance_limit 0: train on).")
+            raise EngineError(f"The engine's log-probabilities are {gap}: {cure} (engine_distance_limit 0: train on).")
         return {"engine/distance": distance}
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,9 +92,9 @@ def first_group(rollout: Rollout, size: int, scored: Tensor | None = None) -> tu
     """Return the rows of the first prompt with an image and valid tokens, and their tokens to compare, (N', T) bool.
 
     Args:
-        rollout: its completions that were sampled from perturbed images are not compared.
+        rollout: completions to choose from; completions of perturbed images are excluded.
         size: G.
-        scored: (N, T), NaN for rows that are not compared either; None: all are.
+        scored: (N, T), NaN for tokens to exclude; None: no further tokens are excluded.
     """
     valid, has_images = rollout.batch.valid, rollout.batch.has_images
     compared = valid & has_images.to(valid.device).unsqueeze(1)  # (N, T)
@@ -114,12 +114,12 @@ def engine_distance(engine: Tensor, logps: Tensor, compared: Tensor) -> float:
     Tokens for which the engine returns NaN are left out; if it returns nothing else, the distance is infinite.
     """
     distances = (engine.to(logps) - logps).abs().float()[compared.to(logps.device)]
-    known = distances[distances.isfinite()]
-    return float(known.mean()) if len(known) else math.inf if len(distances) else -1.0
+    finite = distances[distances.isfinite()]
+    return float(finite.mean()) if len(finite) else math.inf if len(distances) else -1.0
 
 
 def generate_with_logps(causal: Any, temperature: float, plain: Callable[[], Any]) -> Any:
-    """Return completions of `generate` and their log-probabilities, which TRL does not ask it for.
+    """Generate completions and return their log-probabilities, for which TRL does not ask `generate`.
 
     Args:
         causal: transformers model that generates.
@@ -129,7 +129,7 @@ def generate_with_logps(causal: Any, temperature: float, plain: Callable[[], Any
     steps = list[Tensor]()
     make: Any = causal._get_logits_processor
 
-    def select(tokens: Tensor) -> None:  # of the newest distribution, (N, vocabulary)
+    def select(tokens: Tensor) -> None:  # from the newest distribution, (N, vocabulary)
         if steps:
             steps[-1] = steps[-1].gather(1, tokens.unsqueeze(1))
 
@@ -138,9 +138,9 @@ def generate_with_logps(causal: Any, temperature: float, plain: Callable[[], Any
         steps.append((scores.float() / temperature).log_softmax(-1))
         return scores
 
-    def add_reader(*given: Any, **options: Any) -> Any:
+    def add_reader(*args: Any, **options: Any) -> Any:
         steps.clear()  # the call before has filled a shared cache
-        return LogitsProcessorList([read, *make(*given, **options)])
+        return LogitsProcessorList([read, *make(*args, **options)])
 
     with patched_attribute(causal, "_get_logits_processor", add_reader):
         completion_ids, _ = plain()
@@ -160,8 +160,8 @@ class PixelUse:
 
     Attributes:
         tokens: number of compared tokens.
-        change: mean |change| given a blank image.
-        largest: largest |change| given a blank image.
+        change: mean |change| under a blank image.
+        largest: largest |change| under a blank image.
         engine: mean distance between the engine's log-probabilities and the trainer's; None if the engine returns none.
         engine_blank: the same with the trainer's log-probabilities given a blank image.
     """
@@ -192,7 +192,7 @@ def compare_logps(
     mask: torch.Tensor,
     gather: Callable[[torch.Tensor], torch.Tensor],
 ) -> PixelUse:
-    """Compare log-probabilities of completions given their images, given blank images, and of the engine.
+    """Compare the trainer's log-probabilities given the images with those given blank images and the engine's.
 
     Args:
         logps: (N, T), given the images.
@@ -202,13 +202,13 @@ def compare_logps(
         gather: concatenates a tensor over all processes.
     """
     change = (blank - logps).abs()[mask]
-    given = logps if engine is None else engine.to(logps)
-    known = mask & given.isfinite()
-    distances = [(given - other).abs()[known].sum() for other in (logps, blank)]
-    sums = torch.stack([mask.sum().to(logps), change.sum(), known.sum().to(logps), *distances])
+    sampled = logps if engine is None else engine.to(logps)
+    is_finite = mask & sampled.isfinite()
+    distances = [(sampled - reference).abs()[is_finite].sum() for reference in (logps, blank)]
+    sums = torch.stack([mask.sum().to(logps), change.sum(), is_finite.sum().to(logps), *distances])
     largest = float(gather(change.max().view(1) if len(change) else logps.new_zeros(1)).max())
-    tokens, changed, both, apart, apart_blank = gather(sums.unsqueeze(0)).double().sum(0).tolist()
-    of_engine = (None, None) if engine is None or not both else (apart / both, apart_blank / both)
+    tokens, changed, num_finite, apart, apart_blank = gather(sums.unsqueeze(0)).double().sum(0).tolist()
+    of_engine = (None, None) if engine is None or not num_finite else (apart / num_finite, apart_blank / num_finite)
     return PixelUse(int(tokens), changed / max(tokens, 1), largest, *of_engine)
 
 
@@ -230,15 +230,15 @@ def check_pixel_use(run: Run, rollout: Rollout) -> dict[str, float] | None:
     part, pair, why = batch.take(rows), list[Batch](), ""
     try:
         blank = partial(perturb_images, name="mask_image", seed=0, step=0)
-        other, _ = batch_with_other_images(run, rollout, rows, blank, size)
-        pair = [part, other]
+        blank_batch, _ = batch_with_other_images(run, rollout, rows, blank, size)
+        pair = [part, blank_batch]
     except DataError as error:
         why = f": {error}"
     if not accelerator.gather(torch.tensor([bool(pair)], device=accelerator.device)).all():
         logger.warning_once(f"Skipped the check that the model uses the pixels{why}")
         return {}
     with keep_random_state(accelerator.device):  # separate passes: pixels are not joined
-        logps, blank_logps = (score(run, each, Want()).logps.float() for each in pair)
+        logps, blank_logps = (score(run, variant, Want()).logps.float() for variant in pair)
     engine = part.columns.get("engine_logps")
     use = compare_logps(logps, blank_logps, engine, compared.to(logps.device), accelerator.gather)
     if use.tokens and use.largest < UNCHANGED:
@@ -254,6 +254,6 @@ def refuse_dropped_images(prompts: Prompts, vision_token_ids: Sequence[int]) -> 
     """Raise `DataError` if a chat template drops images, so that their prompt has no placeholder token."""
     for ids, images in zip(prompts.ids, prompts.images or (), strict=False):
         if images and vision_token_ids and not set(vision_token_ids).intersection(ids):
-            found = f"A prompt of {len(ids)} tokens has {len(images)} images, but no image token"
+            problem = f"A prompt of {len(ids)} tokens has {len(images)} images, but no image token"
             cure = "use a chat template that writes images, or set check_pixels to False to train anyway"
-            raise DataError(f"{found}: {cure}.")
+            raise DataError(f"{problem}: {cure}.")

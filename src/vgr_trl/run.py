@@ -22,14 +22,14 @@ from vgr_trl.vision import DummyImage, VisionCache
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Options, model, rewards, data and launch of a run, as far as plans and checks read them.
+    """Facts about a run for plans and checks: options, model, rewards, data and launch.
 
     Attributes:
         model: the policy, before accelerate wraps it.
         processor: processor of the model, or its tokenizer.
         is_vlm: whether the model reads images.
         rewards: reward functions by name.
-        completion_maker: the option by which a completion is more than an answer to its prompt, or None.
+        completion_maker: option whose code extends completions (tools, an environment or `rollout_func`), or None.
         has_tools: whether completions may call tools.
         train_columns: columns of the train data; None: a stream that does not list them.
         has_images: whether the data have a column of images, or may have.
@@ -65,7 +65,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Features:
-    """Work that passes share or skip, each on, or off for a reason."""
+    """Work that passes share or skip; each feature is on, or off for a reason."""
 
     share_generation: Feature
     share_scoring: Feature
@@ -135,8 +135,8 @@ def has_own_loss(attributes: Mapping[str, Any], kind: type) -> bool:
         kind: class of the trainer.
     """
     dicts = [attributes, *map(vars, kind.__mro__)]
-    methods = [own[name] for own in dicts for name in ("_compute_loss", "compute_loss") if name in own]
-    packages = {getattr(each, "__globals__", {}).get("__name__", "").partition(".")[0] for each in methods}
+    methods = [scope[name] for scope in dicts for name in ("_compute_loss", "compute_loss") if name in scope]
+    packages = {getattr(method, "__globals__", {}).get("__name__", "").partition(".")[0] for method in methods}
     return not packages <= {"transformers", "trl", "vgr_trl"}
 
 
@@ -153,8 +153,7 @@ class Measurement:
         special_token_ids: tokens that belong to no modality.
         views: perturbations under which completions are scored.
         row_views: name of a view of rows under which completions are scored -> its plug-in.
-        teacher_top: number of tokens that the teacher finds most likely, for records and loss terms; 0 for the latter:
-            all.
+        teacher_top: number of the teacher's most likely tokens, for records and loss terms; 0 for loss terms: all.
         named: signals that options name, or plug-ins read.
         layers: number of the model's layers with attention; 0 where attention is not measured.
         samples_curves: whether attention that only metrics read is measured for a sample.
@@ -209,8 +208,8 @@ class Run:
         accelerator: processes, devices and autocast.
         processor: processor of the model, or its tokenizer.
         tokenizer: tokenizer of the processor.
-        reference: reference model, if it is a model of its own.
-        facts: model, data and launch, as plans read them.
+        reference: reference model; None if the policy without its adapter is the reference.
+        facts: model, data and launch, for plans.
         measurement: quantities that are measured of rollouts.
         features: work that passes share or skip.
         clock: time in each stage of a step.

@@ -49,8 +49,8 @@ class Zoom(_ImageOfRow):
             The part of the image.
         """
         numbers = box if isinstance(box, list | tuple) else []
-        known = len(numbers) == 4 and all(isinstance(side, int | float) and math.isfinite(side) for side in numbers)
-        left, top, right, bottom = (min(max(float(side), 0.0), 1.0) for side in numbers) if known else (0.0,) * 4
+        is_box = len(numbers) == 4 and all(isinstance(side, int | float) and math.isfinite(side) for side in numbers)
+        left, top, right, bottom = (min(max(float(side), 0.0), 1.0) for side in numbers) if is_box else (0.0,) * 4
         if right <= left or bottom <= top:
             wanted = "[left, top, right, bottom] with numbers from 0 to 1, left below right and top below bottom"
             return f"The box {box} is not a part of the image: give {wanted}."
@@ -84,12 +84,12 @@ def load_environment(spec: str) -> Any:
     if spec in ENVIRONMENTS:
         return ENVIRONMENTS[spec]
     if "." not in spec:
-        others = "a dotted path (my_package.tools.MyTools) or a file (my_tools.py:MyTools)"
-        raise ConfigError(f"environment is {spec!r}: give {' or '.join(ENVIRONMENTS)}, {others}.")
-    found = import_attribute(spec, "environment")
-    if not inspect.isclass(found):
-        raise ConfigError(f"environment is {spec}, which is of type {type(found).__name__}: give a class.")
-    return found
+        alternatives = "a dotted path (my_package.tools.MyTools) or a file (my_tools.py:MyTools)"
+        raise ConfigError(f"environment is {spec!r}: give {' or '.join(ENVIRONMENTS)}, {alternatives}.")
+    environment = import_attribute(spec, "environment")
+    if not inspect.isclass(environment):
+        raise ConfigError(f"environment is {spec}, which is of type {type(environment).__name__}: give a class.")
+    return environment
 
 
 def _to_pixels(start: float, stop: float, side: int) -> tuple[int, int]:

@@ -135,8 +135,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
       continue from them to the same bits.
 
     Example:
-        >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
-        >>> questions = to_dataset(draw_questions(8, seed=0, split="train"))  # of vgr_trl.demo.demo
+        >>> model, processor = build_tiny_vlm([])  # from vgr_trl.demo.tiny_model
+        >>> questions = to_dataset(draw_questions(8, seed=0, split="train"))  # from vgr_trl.demo.demo
         >>> args = DAPOConfig("run", max_steps=1, max_completion_length=4, use_cpu=True, bf16=False, report_to="none")
         >>> trainer = DAPOTrainer(model, ["accuracy", "vgr"], args, questions, processing_class=processor)
         >>> trainer.train().global_step
@@ -167,7 +167,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     further_prompts: Any = None
     _rollout: Rollout | None = None  # the current one; rollouts may be nested
     _compares_engine = False  # whether the next training pass is compared with the engine that gave its old ones
-    _balances: list[float | None] | None = None  # of the completions that are rewarded
+    _balances: list[float | None] | None = None  # MDI balances of the completions that are being rewarded
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: DAPOConfig | None = None, *rest: Any, **options: Any
@@ -179,11 +179,11 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self._loss_pass: LossPass | None = None  # set while TRL computes the loss of a training pass
         self._until_backward: ExitStack | None = None  # closed when the backward pass of a micro-batch has run
         weights = args.reward_weights and args.reward_weights + [1.0] * args.penalises_kl
-        given = patched_attribute(args, "reward_weights", weights)
+        weights_with_penalty = patched_attribute(args, "reward_weights", weights)
         if isinstance(model, nn.Module):
             forget_fused_head(model)
         batching = let_models_with_processors_batch(self, args)
-        with enable_reference_model(args, args, teaches=True), given, naming_unserved_model(), batching:
+        with enable_reference_model(args, args, teaches=True), weights_with_penalty, naming_unserved_model(), batching:
             super().__init__(model, rewards, args, *rest, **options)
         self.beta = args.beta
         self._video_pad_token_id = None  # with tools TRL 1.16 would mark it as a video, and no row has one
@@ -239,7 +239,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             vision_cache=plan_vision(facts),
             dummy_image=dummy_image,
             sharing=SharingReport(),
-            rows_per_chunk=self.rows_per_pass.given,
+            rows_per_chunk=self.rows_per_pass.original,
             pad_to_multiple_of=self.pad_to_multiple_of or None,
             end_tokens=frozenset({*self.eos_token_ids, self._tokenizer.pad_token_id}),
             tokenize=lambda prompts: Prompts(*GRPOTrainer._tokenize_prompts(self, prompts)),
@@ -250,7 +250,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         )
 
     def _add_engine(self) -> None:
-        """Plan the check of pixels, and what generation by vLLM or continuous batching needs."""
+        """Plan the check of pixels, and prepare vLLM or continuous batching."""
         run, facts = self.run, self.run.facts
         self.pixels_unchecked = (
             run.args.check_pixels and facts.is_vlm and facts.has_images and facts.completion_maker != "rollout_func"
@@ -264,7 +264,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             forget_with_new_weights(self.vllm_generation)
         limit = run.args.engine_distance_limit if why_no_engine(run.args) is None else None
         self.engine_check = EngineCheck(limit) if limit else None
-        # `generate` of transformers, which TRL does not ask for log-probabilities.
+        # TRL does not ask transformers' `generate` for log-probabilities.
         generates = not (self.use_vllm or run.args.use_transformers_continuous_batching)
         self.keeps_logps = generates and bool(run.args.cache_implementation) and self.engine_check is not None
 
@@ -327,7 +327,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         return dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True))
 
     def newest_metrics(self) -> dict[str, float]:
-        """Return the last value of each metric that waits to be logged in this mode."""
+        """Return the last value of each metric that will be logged in this mode."""
         return {name: values[-1] for name, values in self._metrics[self.mode].items() if values}
 
     @property
@@ -377,7 +377,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     @keep_pixel_rows_whole()
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Put completions of a prompt, and rows of one length, into one micro-batch where the update stays the same.
+        """Group completions of a prompt, and rows of one length, in micro-batches where the update stays the same.
 
         Pixels of a prompt are stored once until a micro-batch needs them, unless several iterations do.
         """
@@ -598,7 +598,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if of_loss is None and self._rollout is not None:
             scores = self._score_for_rollout(self._rollout, model, scored, entropies)
             return (None, None, None) if scores is None else (scores.logps, scores.entropies, None)
-        if of_loss is None or of_loss.passed is not None:  # in a loss of its own, a subclass makes further passes
+        if of_loss is None or of_loss.inputs is not None:  # a subclass's loss makes further passes
             purpose = Purpose.EVALUATION if of_loss is None else Purpose.TRAINING
             want = Want(entropies, router_loss=router_loss)
             scores = run_pass(self.run, model, scored, want, purpose=purpose, gradients=torch.is_grad_enabled())
@@ -616,11 +616,11 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         logps, old = scores.logps, batch.old_logps
         if old is not None:  # constants for tokens without loss, at a ratio of 1
             logps = torch.where(scores.mask, logps, old.to(logps))
-        of_loss.scores, of_loss.passed = scores, self._term_inputs(model, batch, scores, logps)
+        of_loss.scores, of_loss.inputs = scores, self._term_inputs(model, batch, scores, logps)
         return logps, scores.entropies, scores.router_loss
 
     def _term_inputs(self, model: nn.Module, batch: Batch, scores: Scores, logps: Tensor) -> TermInputs:
-        """Return what loss terms read of a micro-batch and its training pass."""
+        """Build the inputs of loss terms from a micro-batch and its training pass."""
         columns = batch.columns
         top = [columns[name].transpose(1, 2) for name in ("teacher_top_ids", "teacher_top_logps") if name in columns]
         return TermInputs(
@@ -654,8 +654,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if model is not self.model or not self.run.measurement.scoring:
             return score(self.run, batch, Want(entropies), model)
         if rollout.turns is not None:
-            own, _ = pad_rows(rollout.turns.own, 1, "right", self.pad_to_multiple_of)
-            batch = replace(batch, own=own.to(batch.completion_ids.device))
+            is_own, _ = pad_rows(rollout.turns.own, 1, "right", self.pad_to_multiple_of)
+            batch = replace(batch, own=is_own.to(batch.completion_ids.device))
         return self._score_rollout(rollout, batch)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -675,14 +675,14 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         of_loss = LossPass(batch)
         with patched_attribute(self, "_loss_pass", of_loss):
             loss = super()._compute_loss(model, to_trl(batch))
-        passed, scores = of_loss.passed, of_loss.scores
-        if passed is None or scores is None:  # a subclass has made the pass itself
+        inputs, scores = of_loss.inputs, of_loss.scores
+        if inputs is None or scores is None:  # a subclass has made the pass itself
             return loss * weight
-        measured = passed.logps, self._metrics["train"], scores.mask, scores.rows_run
+        measured = inputs.logps, self._metrics["train"], scores.mask, scores.rows_run
         self._log_metrics(self.step_metrics.measure(batch, *measured))
         if "engine_logps" in batch.columns and self.batching is not None:
             if self._compares_engine or batch.old_logps is None:
-                distances = self.batching.compare(batch, passed.logps, scores.mask)
+                distances = self.batching.compare(batch, inputs.logps, scores.mask)
                 self._log_metrics(distances)
                 if self._compares_engine and self.engine_check is not None:
                     mean = distances["sampling/sampling_logp_difference/mean"]
@@ -691,22 +691,22 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         steps, processes = self.current_gradient_accumulation_steps, self.accelerator.num_processes
         if "perturbed" in self.run.measurement.term_needs:
             perturbed = score_perturbed_part(self.run, model, batch, scores.mask)
-            passed = replace(passed, perturbed_logps=perturbed.logps)
+            inputs = replace(inputs, perturbed_logps=perturbed.logps)
             if perturbed.entropies is not None:
-                passed.log("perturbed_entropy", perturbed.entropies)
+                inputs.log("perturbed_entropy", perturbed.entropies)
         kl = None
         if self.kl.in_loss:
-            kl, metrics = self.kl.term(passed, batch.columns.get("reference_hidden"))
+            kl, metrics = self.kl.term(inputs, batch.columns.get("reference_hidden"))
             self._log_metrics(metrics)
-        if (terms := auxiliary_loss(passed, self.loss_terms, self.args, kl)) is not None:
-            loss = loss + average_as_loss(terms, passed.loss_mask, batch.num_items, self.args, steps, processes)
-            self._log_metrics(passed.totals.metrics(self.accelerator.gather))
+        if (terms := auxiliary_loss(inputs, self.loss_terms, self.args, kl)) is not None:
+            loss = loss + average_as_loss(terms, inputs.loss_mask, batch.num_items, self.args, steps, processes)
+            self._log_metrics(inputs.totals.metrics(self.accelerator.gather))
         loss = loss * weight
         if self.critic is not None:
             self._log_metrics(self.critic.learn(batch, scores.values, weight, steps))
             loss = loss * (self.state.global_step >= self.args.critic_warmup)  # before it the policy stands still
         if self.run.features.reuse_first_pass.enabled and batch.old_logps is None:
-            batch.old_logps = passed.logps.detach()
+            batch.old_logps = inputs.logps.detach()
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -738,9 +738,9 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Write TRL's model card with our tags, rewards, options and the papers to cite."""
-        own = [tags] if isinstance(tags, str) else tags or []
+        named_tags = [tags] if isinstance(tags, str) else tags or []
         rewards, origin = user_rewards(self.reward_func_names), str(self.model.config._name_or_path or "")
-        super().create_model_card(model_name, dataset_name, [*own, *method_tags(self.args, rewards)])
+        super().create_model_card(model_name, dataset_name, [*named_tags, *method_tags(self.args, rewards)])
         if self.is_world_process_zero():
             extend_card(self.args, origin, rewards, model_name, dataset_name or self.data_source)
 
@@ -772,7 +772,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             return further
 
     def greedy_rewards(self, rows: list[dict[str, Any]], messages: list[Any]) -> torch.Tensor:
-        """Return the rewards of a greedy completion of each row, (N of all, F), without logging them."""
+        """Reward a greedy completion per row, (N of all processes, F), without logging it."""
         with unlogged(self), override_sampling(self, {"temperature": 0}), self.new_rollout(rows, greedy=True):
             _, completion_ids, _, completions, *_ = self._generate(messages)
             rewards: torch.Tensor = self._calculate_rewards(rows, messages, completions, completion_ids)
@@ -790,7 +790,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             self._log_completion_extra(name, values)
 
     def _weights_of_mode(self) -> AbstractContextManager[Any]:
-        """Set the reward weights of this step; evaluations have the late weights, so that their scores compare."""
+        """Set this step's reward weights; evaluations use the late weights, which keeps their scores comparable."""
         schedule, state = self.reward_schedule, self.state
         if not schedule.changes:
             return nullcontext()
@@ -801,7 +801,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         return nullcontext()
 
     def _weights_with(self, of_task: Sequence[float]) -> torch.Tensor:
-        """Return the reward weights with `of_task` for the rewards of the task; the last, of the KL, stays."""
+        """Return the reward weights with the task's replaced; the KL penalty's weight, the last, stays."""
         return torch.cat([self.reward_weights.new_tensor(of_task), self.reward_weights[len(of_task) :]])
 
 
@@ -816,11 +816,11 @@ def keep_returned_weights(rollout: Rollout, token_weights: bool) -> None:
         RewardError: a file has returned weights, but token weights are off.
     """
     returned = rollout.token_weights or []
-    missing = torch.tensor([each is None for each in returned], dtype=torch.bool)
+    missing = torch.tensor([row is None for row in returned], dtype=torch.bool)
     if token_weights:
         if rollout.signals is not None and returned:  # on all processes, whichever of them have weights
             mask = rollout.batch.valid
-            weights = stack_weights([mask.new_ones(mask.size(1)) if each is None else each for each in returned], mask)
+            weights = stack_weights([mask.new_ones(mask.size(1)) if row is None else row for row in returned], mask)
             weights = weights.masked_fill(missing.to(mask.device).unsqueeze(1), torch.nan)
             rollout.signals.extra[REWARD_FILE_WEIGHTS] = weights
     elif not missing.all():

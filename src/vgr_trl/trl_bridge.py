@@ -34,13 +34,13 @@ def from_trl(batch: Mapping[str, Any]) -> Batch:
 
 def to_trl(batch: Batch) -> dict[str, Any]:
     """Turn a `Batch` into a batch of TRL, without perturbed images."""
-    names = {own: name for name, own in _NAMES.items()}
+    names = {ours: name for name, ours in _NAMES.items()}
     columns = {names.get(name, name): value for name, value in batch.all_columns.items()}
     return columns | image_inputs_of(batch.images.tensors) | _counts_of(batch.images)
 
 
 def perturbed_by_row(batch: Batch) -> dict[str, list[Tensor]]:
-    """Return the column of the perturbed pixels of each row, which TRL shuffles and splits; {} without any."""
+    """Return perturbed pixels as a list by row, which TRL shuffles and splits; {} without any."""
     pixels = batch.images.tensors.get(PERTURBED)
     return {} if pixels is None else {PERTURBED: [pixels[part] for part in batch.images.slices[PERTURBED]]}
 
@@ -55,12 +55,12 @@ def from_scoring(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
         options: further arguments; a pass takes images and token types.
 
     Raises:
-        DataError: a tensor among the options is neither.
+        DataError: an option is a tensor, but neither a pixel input nor a token type.
     """
     tensors = {name for name, value in options.items() if isinstance(value, Tensor)}
     if unknown := tensors - {*IMAGE_INPUTS, *TOKEN_TYPES}:
-        given = f"The processor of this model gives {min(unknown)}"
-        raise DataError(f"{given}, which no pass takes: use another model, or report its family.")
+        output = f"The processor of this model gives {min(unknown)}"
+        raise DataError(f"{output}, which no pass takes: use another model, or report its family.")
     prompt, completion = slice(-logits_to_keep), slice(-logits_to_keep, None)
     columns = {"prompt_ids": input_ids[:, prompt], "completion_ids": input_ids[:, completion]}
     columns |= {"prompt_mask": attention_mask[:, prompt], "completion_mask": attention_mask[:, completion]}
@@ -77,7 +77,7 @@ def _counts_of(images: RowImages) -> dict[str, Any]:
 
 
 def split_anew(batches: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Divide the rows of micro-batches into `count` others, if the run that saved them joined more or fewer."""
+    """Redistribute saved rows over `count` micro-batches, if the saving run had more or fewer."""
     whole = join_batches([*map(from_trl, batches)], pad_token_id=0)
     size = len(whole) // count
     parts = (whole.take(range(part * size, (part + 1) * size)) for part in range(count))
@@ -92,12 +92,12 @@ def shuffle_whole_groups(batch: dict[str, Any], config: Any = None) -> dict[str,
 
     Args:
         batch: `prompt_ids` and `prompt_mask` (N, P), and tensors or lists with one entry per row.
-        config: of the model, where completions may hold images; None: only prompts hold images.
+        config: configuration of a model whose completions may hold images; None: only prompts hold images.
     """
     pixels = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
     by_row = list(zip(*pixels.values(), strict=True)) if pixels else None
     groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], by_row)
-    batch = batch | {name: _share_pixels(each, groups) for name, each in pixels.items() if isinstance(each, list)}
+    batch = batch | {name: _share_pixels(parts, groups) for name, parts in pixels.items() if isinstance(parts, list)}
     if config is not None and isinstance(pixels.get("image_grid_thw"), list):
         groups = find_groups(batch["prompt_ids"], batch["prompt_mask"], _select_prompt_pixels(batch, config))
     order = sort_by_group(torch.randperm(len(groups)).tolist(), groups)
@@ -107,12 +107,12 @@ def shuffle_whole_groups(batch: dict[str, Any], config: Any = None) -> dict[str,
 def _select_prompt_pixels(batch: Mapping[str, Any], config: Any) -> list[list[Tensor]]:
     """Return patches and grids of each row's prompt, whose images precede the images of its completion."""
     names = "prompt_ids", "completion_ids"
-    before, behind = (is_image_token(batch[name], config).sum(1).tolist() for name in names)  # (N,) each
-    found = []
-    for values, grids, own, others in zip(batch["pixel_values"], batch["image_grid_thw"], before, behind, strict=True):
-        patches = len(values) * own // max(own + others, 1)
-        found.append([values[:patches], grids[grids.prod(-1).cumsum(0) <= patches]])
-    return found
+    tokens = (is_image_token(batch[name], config).sum(1).tolist() for name in names)  # image tokens, (N,) each
+    parts = []
+    for values, grids, prompt, completion in zip(batch["pixel_values"], batch["image_grid_thw"], *tokens, strict=True):
+        patches = len(values) * prompt // max(prompt + completion, 1)
+        parts.append([values[:patches], grids[grids.prod(-1).cumsum(0) <= patches]])
+    return parts
 
 
 def _share_pixels(values: Sequence[Tensor], groups: Sequence[int]) -> list[Tensor]:

@@ -45,9 +45,9 @@ def parts_of_tower(base: Any) -> list[nn.Module]:
 
 
 def parameters_of_tower(base: Any) -> Iterator[nn.Parameter]:
-    """Yield the parameters of tower and merger, and of the base model itself (the newline of LLaVA-NeXT)."""
-    own = base.parameters(recurse=False)
-    return chain(own, chain.from_iterable(part.parameters() for part in parts_of_tower(base)))
+    """Yield the parameters of tower, merger and the base model itself (such as LLaVA-NeXT's newline)."""
+    direct = base.parameters(recurse=False)
+    return chain(direct, chain.from_iterable(part.parameters() for part in parts_of_tower(base)))
 
 
 def tower_trains(base: Any) -> bool:
@@ -62,11 +62,11 @@ FAMILIES = frozenset({
 })  # fmt: skip
 
 Form = tuple[type, bool, bool]  # class of outputs; whether pooled and deepstack features are one tensor each
-Features = list[torch.Tensor]  # of an image: pooled features and those of each deepstack layer, (tokens, D) each
+Features = list[torch.Tensor]  # features of an image: pooled, then of each deepstack layer, (tokens, D) each
 
 
 class VisionCache:
-    """Keeps the image features of a policy during a rollout; its text says whether it does.
+    """Keeps the image features of a policy during a rollout; `str` tells whether and why not.
 
     A separate reference model computes its own features: its weights may differ, and it scores a rollout once.
 
@@ -115,9 +115,9 @@ class VisionCache:
 
     def metrics(self) -> dict[str, float]:
         """Return the share of images whose features were computed since the last call; empty without images."""
-        found = {"vision/computed_per_image": self._computed / self._wanted} if self._wanted else {}
+        metrics = {"vision/computed_per_image": self._computed / self._wanted} if self._wanted else {}
         self._wanted = self._computed = 0
-        return found
+        return metrics
 
     def _complete_outputs(self, plain: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Return outputs of `get_image_features`, as far as decoders read them."""
@@ -127,16 +127,16 @@ class VisionCache:
         keys = [tuple((name, fingerprint(value)) for name, value in image.items()) for image in images]
         missing = {key: image for key, image in zip(keys, images, strict=True) if key not in self._kept}
         self._wanted, self._computed = self._wanted + len(keys), self._computed + len(missing)
-        found = {key: self._kept[key] for key in keys if key in self._kept}
+        by_key = {key: self._kept[key] for key in keys if key in self._kept}
         if missing:
             inputs = {name: torch.cat([image[name] for image in missing.values()]) for name in images[0]}
             with torch.no_grad():  # transformers may have marked the patches of a frozen tower
                 outputs = plain(**{**arguments, **inputs})
             self._form, computed = _split_outputs(outputs)
             for key, features in zip(missing, computed, strict=True):
-                found[key] = features
+                by_key[key] = features
                 self._keep(key, features)
-        return _join_features([found[key] for key in keys], *self._form)
+        return _join_features([by_key[key] for key in keys], *self._form)
 
     def _keep(self, key: Hashable, features: Features) -> None:
         size = sum(part.nbytes for part in features)
@@ -159,26 +159,26 @@ def why_not_once(base: Any) -> str | None:
 
 
 def _separate_images(arguments: Mapping[str, Any]) -> list[Images] | None:
-    """Return the pixel inputs of each image or tile passed to `get_image_features`; None: they cannot be separated."""
-    given = image_inputs_of(arguments)
-    if any(isinstance(value, torch.Tensor) for name, value in arguments.items() if name not in given):
+    """Split the inputs of `get_image_features` by image or tile; return None if they cannot be separated."""
+    inputs = image_inputs_of(arguments)
+    if any(isinstance(value, torch.Tensor) for name, value in arguments.items() if name not in inputs):
         return None
-    if not given:
+    if not inputs:
         return None
-    count = len(given.get("image_grid_thw", given.get("pixel_values", ())))
+    count = len(inputs.get("image_grid_thw", inputs.get("pixel_values", ())))
     try:
-        return RowImages(given, [1] * count, [1] * count).rows
+        return RowImages(inputs, [1] * count, [1] * count).rows
     except UnknownParts:
         return None
 
 
 def _split_outputs(outputs: Any) -> tuple[Form, list[Features]]:
-    """Return copies of the features of each image; views would keep the tensor of all images in memory."""
+    """Copy the features of each image, because views would keep the tensor of all images in memory."""
     pooled: Any = outputs.pooler_output
     levels = list(getattr(outputs, "deepstack_features", None) or ())
     behind = any(isinstance(level, torch.Tensor) for level in levels)  # before transformers 5.20
     if behind:
-        levels = [level.split([len(one) for one in pooled]) for level in levels]
+        levels = [level.split([len(image) for image in pooled]) for level in levels]
     features = [[part.clone() for part in image] for image in zip(pooled, *levels, strict=True)]
     return (type(outputs), isinstance(pooled, torch.Tensor), behind), features
 
@@ -215,7 +215,7 @@ def images_processed_once(processor: Any) -> Iterator[None]:
         processor: processor of prompts; it may have no image processor.
     """
     images: Any = getattr(processor, "image_processor", None)
-    is_known = type(images).__module__.startswith("transformers.models.")  # whose processors are deterministic
+    is_known = type(images).__module__.startswith("transformers.models.")  # its processors are deterministic
     cache = PreprocessCache(images, images.preprocess) if is_known else None
     with nullcontext() if cache is None else patched_method(images, "preprocess", cache):
         yield
@@ -223,11 +223,11 @@ def images_processed_once(processor: Any) -> Iterator[None]:
 
 @dataclass
 class PreprocessCache:
-    """An image processor's `preprocess` with a memory of the outputs of each row of images."""
+    """Memoises an image processor's `preprocess` by row of images."""
 
     processor: Any
     plain: Callable[..., Any]
-    _known: dict[Hashable, dict[str, Any]] = field(default_factory=dict)
+    _outputs: dict[Hashable, dict[str, Any]] = field(default_factory=dict)
 
     def __call__(self, images: Any, *args: Any, **options: Any) -> Any:
         as_tensors = not args and options.get("return_tensors") in (None, "pt")
@@ -237,18 +237,18 @@ class PreprocessCache:
         asked = options | {"return_tensors": "pt"}
         changed = [f"{name}={value}" for name, value in asked.items() if value != getattr(self.processor, name, None)]
         calls = [(*sorted(changed), key) for key in keys]
-        if (call := tuple(calls)) not in self._known:
-            self._known[call] = self._combine_outputs(images, calls, asked)
-        return BatchFeature(dict(self._known[call]))
+        if (call := tuple(calls)) not in self._outputs:
+            self._outputs[call] = self._combine_outputs(images, calls, asked)
+        return BatchFeature(dict(self._outputs[call]))
 
     def _combine_outputs(self, images: list[Any], calls: Sequence[Hashable], options: dict[str, Any]) -> dict[str, Any]:
         """Combine the outputs of the rows, or process all rows at once if the outputs have an unknown layout."""
         for call, row in zip(calls, images, strict=True):
-            if row and call not in self._known:
-                self._known[call] = dict(self.plain([row], **options))
-        rows = [self._known[call] if row else {} for call, row in zip(calls, images, strict=True)]
+            if row and call not in self._outputs:
+                self._outputs[call] = dict(self.plain([row], **options))
+        rows = [self._outputs[call] if row else {} for call, row in zip(calls, images, strict=True)]
         first = next(filter(None, rows))
-        one_per_row = "pixel_attention_mask" in first and not all(rows)  # which rows without images have too
+        one_per_row = "pixel_attention_mask" in first and not all(rows)  # rows without images have a mask, too
         if one_per_row or first.keys() - {*IMAGE_INPUTS, *_LISTED}:
             return dict(self.plain(images, **options))
         joined: dict[str, Any] = RowImages(None, parts=[image_inputs_of(row) for row in rows]).tensors
@@ -266,11 +266,11 @@ def _make_keys(images: Any) -> list[Hashable] | None:
     flat = {id(image): image for row in images for image in row}
     if not flat or not all(isinstance(image, Image.Image) and image.palette is None for image in flat.values()):
         return None
-    known: dict[int, Hashable] = {}
+    keys: dict[int, Hashable] = {}
     for number, image in flat.items():
         transparency = str(image.info.get("transparency"))
-        known[number] = image.mode, image.size, transparency, xxhash.xxh3_128_digest(image.tobytes())
-    return [tuple(known[id(image)] for image in row) for row in images]
+        keys[number] = image.mode, image.size, transparency, xxhash.xxh3_128_digest(image.tobytes())
+    return [tuple(keys[id(image)] for image in row) for row in images]
 
 
 def join_windows(model: nn.Module) -> int:
@@ -337,7 +337,7 @@ def attend_windows(
     """Compute attention within windows, with a call for each length of windows.
 
     Args:
-        by_length, back: positions of the windows, of `plan_windows`.
+        by_length, back: positions of the windows, from `plan_windows`.
         module: attention layer.
         query: (1, H, S, D).
         key: (1, H, S, D).
@@ -350,12 +350,12 @@ def attend_windows(
     """
     outputs = []
     for length, patches in by_length.items():
-        chosen = (each[0] if back is None else each[0].index_select(1, patches) for each in (query, key, value))
-        queries, keys, values = (each.unflatten(1, (-1, length)).transpose(0, 1) for each in chosen)  # (windows, H, …)
+        chosen = (tensor[0] if back is None else tensor[0].index_select(1, patches) for tensor in (query, key, value))
+        queries, keys, values = (part.unflatten(1, (-1, length)).transpose(0, 1) for part in chosen)  # (windows, H, …)
         output, _ = sdpa_attention_forward(module, queries, keys, values, None, dropout, scaling, is_causal=False)
         outputs.append(output.flatten(0, 1))  # (patches, H, D)
-    found = outputs[0] if back is None else torch.cat(outputs).index_select(0, back)
-    return found.unsqueeze(0)
+    joined = outputs[0] if back is None else torch.cat(outputs).index_select(0, back)
+    return joined.unsqueeze(0)
 
 
 class DummyImage:
@@ -380,7 +380,7 @@ class DummyImage:
 
     def __init__(self, processor: Any, accelerator: Accelerator, sharded: bool) -> None:
         self._accelerator, self._sharded = accelerator, sharded
-        gray = Image.new("RGB", (56, 56), (127, 127, 127))  # which processors resize
+        gray = Image.new("RGB", (56, 56), (127, 127, 127))  # processors resize it
         self._inputs = dict(processor(images=[gray], return_tensors="pt"))
 
     def around(self, model: nn.Module, generates: bool) -> AbstractContextManager[None]:
@@ -411,8 +411,8 @@ class DummyImage:
 
     def _refuse_uneven(self, inputs: Mapping[str, Any]) -> None:
         if self._sharded and 0 < self._count_with_images(has_images(inputs)) < self._accelerator.num_processes:
-            found = "Only some processes generate for images, and the parameters are sharded"
-            raise DataError(f"{found}: give every row an image, or none, or use vLLM, ZeRO-2 or DDP.")
+            problem = "Only some processes generate for images, and the parameters are sharded"
+            raise DataError(f"{problem}: give every row an image, or none, or use vLLM, ZeRO-2 or DDP.")
 
     def _is_due(self, base: Any, inputs: Mapping[str, Any]) -> bool:
         """Whether the tower has to run although the pass has no images."""
@@ -451,9 +451,9 @@ def add_zero_features(base: Any, features: Callable[[Any], Any]) -> Iterator[Non
         if (pooled := getattr(outputs, "pooler_output", None)) is not None:
             # Pooled and deepstack features are all that decoders read.
             outputs = pooled, getattr(outputs, "deepstack_features", None)
-        found = [value for value in tree_leaves(outputs) if torch.is_tensor(value) and value.is_floating_point()]
-        nothing = sum((tensor.float() * 0).sum() for tensor in found)
-        return embedded + torch.as_tensor(nothing, device=embedded.device).to(embedded.dtype)
+        tensors = [value for value in tree_leaves(outputs) if torch.is_tensor(value) and value.is_floating_point()]
+        zeros = sum((tensor.float() * 0).sum() for tensor in tensors)
+        return embedded + torch.as_tensor(zeros, device=embedded.device).to(embedded.dtype)
 
     with base.get_input_embeddings().register_forward_hook(add) as hook:
         yield

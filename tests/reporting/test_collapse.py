@@ -55,4 +55,4 @@ def test_a_collapse_is_seen_whatever_the_accumulation(micro_batches, logged_ever
             metrics["train"]["entropy"].clear()
             watch.start_window()
     assert step == 16
-    assert "entropy fell from 0.5 to 0.001" in watch.found
+    assert "entropy fell from 0.5 to 0.001" in watch.warning

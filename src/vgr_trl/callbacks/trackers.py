@@ -89,8 +89,8 @@ def rename_for_verl(logs: Mapping[str, Any], processes: int = 1) -> dict[str, An
         logs: metrics by their names in this library.
         processes: number of processes of the run.
     """
-    named = [(name, other) for name in logs for other in _find_verl_names(name)]
-    renamed = {other: logs[name] for name, other in named if other == name or other not in logs}
+    named = [(name, verl_name) for name in logs for verl_name in _find_verl_names(name)]
+    renamed = {verl_name: logs[name] for name, verl_name in named if verl_name == name or verl_name not in logs}
     if "loss" in logs:
         renamed.setdefault("actor/pg_loss", logs["loss"])
     if "perf/tokens_per_second" in logs:
@@ -117,7 +117,7 @@ def _find_verl_names(name: str) -> Sequence[str]:
         function = reward[1] or reward[2]
         return (f"reward/{function}" if plain == name else f"val/{function}_reward",)
     if plain != name and plain.startswith("completions/") and plain in VERL_METRICS:
-        return [f"val_{other}" for other in VERL_METRICS[plain]]
+        return [f"val_{verl_name}" for verl_name in VERL_METRICS[plain]]
     return (name,)
 
 
@@ -147,9 +147,9 @@ def step_line(
     """
     parts = [(9, f"step {step:>{len(str(total))}}/{total}")]
     shown = {name for _, name, _, _ in _STEP_QUANTITIES}
-    own = [(match[1].removesuffix("_reward"), match[0]) for match in map(_REWARD_MEAN.fullmatch, logs) if match]
-    others = [(heading, name, "{:.3f}", 3) for heading, name in own if name not in shown]
-    for heading, name, form, rank in (*_STEP_QUANTITIES[:4], *others, *_STEP_QUANTITIES[4:]):
+    rewards = [(match[1].removesuffix("_reward"), match[0]) for match in map(_REWARD_MEAN.fullmatch, logs) if match]
+    extra = [(heading, name, "{:.3f}", 3) for heading, name in rewards if name not in shown]
+    for heading, name, form, rank in (*_STEP_QUANTITIES[:4], *extra, *_STEP_QUANTITIES[4:]):
         if (value := logs.get(name)) is not None:
             parts.append((rank, f"{heading} {form.format(value)}"))
     if seconds_per_step is not None:

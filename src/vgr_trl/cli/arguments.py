@@ -129,8 +129,8 @@ class RewardFileArguments(Checked):
 
         Args:
             specs: names, dotted paths or files of rewards.
-            max_completion_length: in tokens; of the length reward, like `soft_punish_cache`.
-            soft_punish_cache: in tokens; None: a fifth.
+            max_completion_length: limit of the length reward, in tokens.
+            soft_punish_cache: tokens below this limit from which on the length reward falls; None: a fifth of it.
         """
         arguments = read_mapping("reward_function_kwargs", self.reward_function_kwargs)
         files = FileOptions(self.reward_type, self.reward_num_cpus, arguments)
@@ -378,7 +378,7 @@ class _Help(argparse.Action):
 
 
 class _Parser(HfArgumentParser):
-    """Group the options by stage; raise `ConfigError` instead of printing a usage of hundreds of flags."""
+    """Group options by stage; raise `ConfigError` instead of printing hundreds of flags."""
 
     def __init__(self, groups: Sequence[Any], command: str) -> None:
         self.stages: dict[str, argparse._ArgumentGroup] = {}
@@ -496,23 +496,23 @@ def _option_name(flag: str) -> str:
     return flag[2:].partition("=")[0].replace("-", "_")
 
 
-def _read_config_file(file: Path, known: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
+def _read_config_file(file: Path, accepted: Collection[str], ignored: Collection[str]) -> dict[str, Any]:
     """Read the options of the `--config` file, and export its environment variables (`env`)."""
     values = read_options(file, f"The file {file}")
     os.environ.update({name: str(value) for name, value in (values.pop("env", None) or {}).items()})
-    left_out = [name for name in values if name not in known and name in ignored]
+    left_out = [name for name in values if name not in accepted and name in ignored]
     if left_out:
         left_out += ["reward_funcs"] * ("reward_funcs" in values)
         print(f"Without effect here: {', '.join(left_out)}.", file=sys.stderr)
-    return _check_names({name: value for name, value in values.items() if name not in left_out}, str(file), known)
+    return _check_names({name: value for name, value in values.items() if name not in left_out}, str(file), accepted)
 
 
-def _check_names(values: dict[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
+def _check_names(values: dict[str, Any], where: str, accepted: Collection[str]) -> dict[str, Any]:
     """Return the options of a file under their own names; raise `ConfigError` for an unknown option."""
     values = rename_options(values, where)
-    if unknown := [str(name) for name in values if name not in known]:
+    if unknown := [str(name) for name in values if name not in accepted]:
         named = f"{', '.join(unknown)}, which {'is not an option' if len(unknown) == 1 else 'are not options'}."
-        explained = explain_unknown(unknown, [*map(str, values)], known)
+        explained = explain_unknown(unknown, [*map(str, values)], accepted)
         raise ConfigError(f"{where} has {named}{explained} --help-all lists the options.")
     for name, value in values.items():
         if value is False and name.endswith("_strategy"):
@@ -541,8 +541,8 @@ def convert_flags(command: str, argv: Sequence[str]) -> tuple[str, list[str], di
         os.environ.setdefault(name, str(converted.options["project"]))
     options = converted.options
     if evaluates:
-        known = {field.name for group in (DataArguments, EvaluationArguments) for field in fields(group)}
-        options = {name: value for name, value in converted.evaluation_options().items() if name in known}
+        names = {field.name for group in (DataArguments, EvaluationArguments) for field in fields(group)}
+        options = {name: value for name, value in converted.evaluation_options().items() if name in names}
         command, kept = "evaluate", [word for word in kept if word != "--ignore_unknown_keys"]
     words = []
     for name, value in options.items():

@@ -120,8 +120,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _data_arguments(flags: argparse.Namespace) -> DataArguments:
-    known = {option.name for option in fields(DataArguments)}
-    return DataArguments(**{name: value for name, value in vars(flags).items() if name in known})
+    names = {option.name for option in fields(DataArguments)}
+    return DataArguments(**{name: value for name, value in vars(flags).items() if name in names})
 
 
 def convert_run(flags: argparse.Namespace) -> None:
@@ -200,19 +200,19 @@ def inspect_run(flags: argparse.Namespace) -> Findings:
     streaming, config = data.dataset_streaming, data.dataset_config
     split, loads = load_path(flags.path, flags.split, config=config, streaming=streaming, check=check)
     lengths = None if processor is None else PromptLengths(processor)
-    others = [name for name in loads if name != split and not streaming and flags.max_rows is None]
+    other_splits = [name for name in loads if name != split and not streaming and flags.max_rows is None]
     with readable(flags.path, "the path", only_reads=True):
         rows = loads[split]()
         if flags.max_rows is not None:
             rows = rows.take(min(flags.max_rows, len(rows)) if isinstance(rows, Dataset) else flags.max_rows)
         root = image_root(data, split, rows) if data.image_dir else root
         options = RowOptions(needs_solution=not flags.no_solution, **row_rules(data, root, processor))
-        inspect = partial(inspect_rows, options=options, keys=keys, hashes=bool(others))
+        inspect = partial(inspect_rows, options=options, keys=keys, hashes=bool(other_splits))
         drawing = {"samples": flags.samples, "seed": flags.seed, "limit": flags.max_prompt_length}
         findings = inspect(rows, split=split, lengths=lengths, **drawing)
-        for name in others:
-            other = inspect(loads[name](), split=name, samples=0).digests
-            if shared := sum(findings.digests[image] for image in findings.digests.keys() & other.keys()):
+        for name in other_splits:
+            digests = inspect(loads[name](), split=name, samples=0).digests
+            if shared := sum(findings.digests[image] for image in findings.digests.keys() & digests.keys()):
                 findings.text += f"\n{shared:,} rows of {split} have an image that is also in {name}."
     if flags.skipped:
         lines = [json.dumps(asdict(row), default=str) + "\n" for row in findings.skipped]
@@ -236,7 +236,7 @@ def score_run(flags: argparse.Namespace) -> None:
             row = dict(json.loads(line))
             text = completion_text(row["output"] if "output" in row else row.get("completion"))
             gold = resolve_solution(row.get("solution"), row.get("choices"))
-        except (TypeError, ValueError) as error:  # of a line that is no object, or an answer that cannot be read
+        except (TypeError, ValueError) as error:  # a line is no object, or an answer cannot be read
             counts["no reward"] += 1
             print(to_one_line(f"{number}: no reward: {error}"))
             continue

@@ -145,7 +145,7 @@ def train(
         if is_main:
             print(f"Stopped by SIGTERM at step {trainer.state.global_step}: --resume_from_checkpoint continues.")
     else:
-        collapsed = trainer.collapse_watch.found if config.stop_on_collapse else None
+        collapsed = trainer.collapse_watch.warning if config.stop_on_collapse else None
         trainer.save_state()
     if not (collapsed or trainer.termination.stopped):
         save_results(trainer, before, metrics_file)
@@ -241,9 +241,9 @@ def select_evaluation_rows(
     try:
         return train_rows, *load(data.dataset_test_split), None
     except MissingSplitError as missing:
-        others = [split for split in missing.splits if MEANT.get(split) == "validation"]
-        if data.dataset_test_split == "test" and others and data.dataset_train_split not in others:
-            return train_rows, *load(others[0]), f"The data have no test split: evaluating on {others[0]}."
+        validations = [split for split in missing.splits if MEANT.get(split) == "validation"]
+        if data.dataset_test_split == "test" and validations and data.dataset_train_split not in validations:
+            return train_rows, *load(validations[0]), f"The data have no test split: evaluating on {validations[0]}."
         if data.test_dataset is not None or data.dataset_streaming:
             raise
     root = image_root(data, data.dataset_train_split, train_rows)
@@ -400,7 +400,7 @@ def describe_run(
     switched_on = [name for name in changed_options(args) if name in OWN_OPTIONS and name not in idle]
     model = trainer.accelerator.unwrap_model(trainer.model)
     # ZeRO-3 keeps only the number of elements of a parameter.
-    sizes = [(getattr(each, "ds_numel", each.numel()), each.requires_grad) for each in model.parameters()]
+    sizes = [(getattr(weight, "ds_numel", weight.numel()), weight.requires_grad) for weight in model.parameters()]
     trained = f"{sum(size for size, trains in sizes if trains):,} of {sum(size for size, _ in sizes):,} parameters"
     data = f"training {count_rows(trainer.train_dataset)}, evaluation {count_rows(trainer.eval_dataset)}"
     per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
@@ -465,13 +465,13 @@ def count_rows(dataset: Any) -> str:
 
 def _format_rewards(weights_by_name: Mapping[str, float], early_weights: Sequence[float] | None) -> str:
     early: Sequence[float | None] = early_weights or [None] * len(weights_by_name)
-    weights = zip(weights_by_name, weights_by_name.values(), early, strict=True)
-    return ", ".join(f"{name} x {late:g}{'' if one is None else f' (early {one:g})'}" for name, late, one in weights)
+    rows = zip(weights_by_name, weights_by_name.values(), early, strict=True)
+    return ", ".join(f"{name} x {late:g}{'' if first is None else f' (early {first:g})'}" for name, late, first in rows)
 
 
 def _format_options(args: DAPOConfig, names: Iterable[str]) -> str:
     values = {name: vars(args)[name] for name in names}
-    return ", ".join(f"{name}={each.value if isinstance(each, Enum) else each}" for name, each in values.items())
+    return ", ".join(f"{name}={value.value if isinstance(value, Enum) else value}" for name, value in values.items())
 
 
 DRY_RUN_PROMPTS = 3
@@ -502,8 +502,8 @@ def dry_run(config: DAPOConfig, source: str, build: Callable[[], DAPOTrainer], h
             return
         *_, record = read_run(folder).records("train")
         print_record(record, prompt_length=300)
-    for group, images in {each.group: each.images for each in record.completions}.items():
-        sizes = [f"{each.width}x{each.height} px, {'x'.join(map(str, each.grid or '?'))} tokens" for each in images]
+    for group, images in {completion.group: completion.images for completion in record.completions}.items():
+        sizes = [f"{image.width}x{image.height} px, {'x'.join(map(str, image.grid or '?'))} tokens" for image in images]
         print(f"prompt {group}: {'; '.join(sizes) or 'no image'}")
     per_step = whole.per_device_train_batch_size * whole.world_size * whole.gradient_accumulation_steps
     small, steps = int(config.generation_batch_size or 1), whole.max_steps

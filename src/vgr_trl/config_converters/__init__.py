@@ -35,21 +35,21 @@ def convert(configuration: Mapping[str, Any], processes: int = 1) -> Conversion:
     is_verl = any(key.startswith("actor_rollout_ref.") for key in configuration)
     stated, names = rename_verl_keys(configuration) if is_verl else rename_mtrl_keys(configuration)
     framework = "verl" if is_verl else "MTRL" if uses_mtrl_sections(configuration) else "EasyR1"
-    known = EASYR1_KEYS | VERL_KEYS
-    keys = {key for key in known if names.get(key, key) in configuration}
-    conversion = Conversion({key: row.default for key, row in known.items()}, processes, names, keys, framework)
+    all_keys = EASYR1_KEYS | VERL_KEYS
+    keys = {key for key in all_keys if names.get(key, key) in configuration}
+    conversion = Conversion({key: row.default for key, row in all_keys.items()}, processes, names, keys, framework)
     for key, value in stated.items():
-        if key in known:
-            check_type(conversion.name(key), value, known[key])
+        if key in all_keys:
+            check_type(conversion.name(key), value, all_keys[key])
             conversion.values[key] = value
     for rule in CONVERTERS:
         rule(conversion)
-    for key, row in known.items():
+    for key, row in all_keys.items():
         if row.option is not None and CONDITIONS[row.condition](conversion):
             conversion.set(row.option, conversion[key], key)
         elif row.accepted is not None and conversion[key] not in row.accepted:
             conversion.mark_unsupported(key, row.why)
-    for key in (key for key in stated if key not in known):
+    for key in (key for key in stated if key not in all_keys):
         conversion.unsupported[key] = f"is unknown.{suggest_key(key, conversion)}"
     return conversion
 
@@ -59,5 +59,5 @@ def suggest_key(key: str, conversion: Conversion) -> str:
     section, _, last = key.rpartition(".")
     same = [name for name in EASYR1_KEYS if last in (name.rpartition(".")[2], *conversion.options_by_key.get(name, ()))]
     nearest = [name for name in same if name.startswith(section)] or same
-    known = [*map(conversion.name, EASYR1_KEYS)]
-    return f" Did you mean {conversion.name(nearest[0])}?" if nearest else did_you_mean(conversion.name(key), known)
+    names = [*map(conversion.name, EASYR1_KEYS)]
+    return f" Did you mean {conversion.name(nearest[0])}?" if nearest else did_you_mean(conversion.name(key), names)

@@ -1,4 +1,4 @@
-"""Read a configuration file with its overrides, and hold the options that it converts to, as a table and as a check."""
+"""Read a configuration file with its overrides, and convert it to options, with a table and a check of them."""
 
 import os
 import re
@@ -85,17 +85,17 @@ class Conversion:
         check_value(self.name(key), value, int, ge=least)
         return int(value)
 
-    def read_choice(self, key: str, *known: Any) -> Any:
-        """Return the value of a key if it is known; else refuse the key and return the first known value."""
-        if self[key] in known:
+    def read_choice(self, key: str, *choices: Any) -> Any:
+        """Return the value of a key if it is a choice; else refuse the key and return the first choice."""
+        if self[key] in choices:
             return self[key]
-        self.mark_refused(key, f"supported values are {', '.join(map(str, known))}")
-        return known[0]
+        self.mark_refused(key, f"supported values are {', '.join(map(str, choices))}")
+        return choices[0]
 
     def table_rows(self) -> list[tuple[str, str, str]]:
         """Return rows of key (* if not stated), option and value, or the reason why there is no option."""
         reasons, rows = {**self.unsupported, **self.refused}, list[tuple[str, str, str]]()
-        for key, known in EASYR1_KEYS.items():
+        for key, row in EASYR1_KEYS.items():
             name, options = self.name(key), self.options_by_key.get(key, ())
             mark = name if key in self.stated else f"{name}*"
             if key in reasons:
@@ -103,7 +103,7 @@ class Conversion:
             elif options:
                 rows += [(mark, option, str(self.options[option])) for option in options]
             elif key in self.stated:
-                rows.append((name, "—", known.why or "same as the default here, or not used in this run"))
+                rows.append((name, "—", row.why or "same as the default here, or not used in this run"))
         rows += [(self.name(key), "—", f"stops: {why}") for key, why in reasons.items()]
         return rows + [("(none)*", name, str(self.options[name])) for name in self.options_by_key.get("", ())]
 
@@ -180,7 +180,7 @@ _SECTIONS = ("data", "algorithm", "worker", "trainer", *MTRL_SECTIONS, "actor_ro
 _OVERRIDE_PATTERN = re.compile(rf"\+{{0,2}}((?:{'|'.join(_SECTIONS)})(?:\.\w+)+)=(.*)", re.DOTALL)
 _LAUNCH_VARIABLE = re.compile(r"(\w+_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_((JOB|ARRAY)_\w+|PROCID|N\w+)")
 # Keys whose values are mappings, not sections.
-_MAPPING_KEYS = [key for key, known in EASYR1_KEYS.items() if isinstance(known.default, dict)]
+_MAPPING_KEYS = [key for key, row in EASYR1_KEYS.items() if isinstance(row.default, dict)]
 _MAPPING_KEYS += [key for key, (_, default) in VERL_RENAMED_KEYS.items() if isinstance(default, dict)]
 
 

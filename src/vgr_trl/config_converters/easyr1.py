@@ -327,12 +327,12 @@ def convert_output(c: Conversion) -> None:
     folder = c[key] or os.path.join("checkpoints", c["trainer.project_name"], c["trainer.experiment_name"])
     c.set("output_dir", folder, key)
     _convert_resume(c, folder)
-    known = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
+    accepted = ("wandb", "tensorboard", "mlflow", "swanlab", "trackio")
     logger = c["trainer.logger"]
     names = [logger] if isinstance(logger, str) else list(logger)
-    if unknown := [name for name in names if name not in (*known, "console", "file")]:
-        c.mark_unsupported("trainer.logger", f"{', '.join(unknown)} is not supported, only {', '.join(known)}")
-    trackers = [name for name in names if name in known]
+    if unknown := [name for name in names if name not in (*accepted, "console", "file")]:
+        c.mark_unsupported("trainer.logger", f"{', '.join(unknown)} is not supported, only {', '.join(accepted)}")
+    trackers = [name for name in names if name in accepted]
     if "trainer.logger" not in c.stated:  # only installed ones; a folder ./wandb has a spec but no origin
         trackers = [name for name in trackers if (spec := util.find_spec(name)) and spec.origin]
     c.set("report_to", trackers or ["none"], "trainer.logger")

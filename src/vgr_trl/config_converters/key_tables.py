@@ -38,11 +38,11 @@ def load_tables(name: str) -> dict[str, Any]:
 
 def build_keys(tables: Mapping[str, Any]) -> dict[str, Key]:
     """Build the keys of the tables `renamed`, `computed`, `ignored` and `fixed`, sorted by name."""
-    known = {key: Key(*row) for key, row in tables.get("renamed", {}).items()}
-    known |= {key: Key(default) for key, default in tables["computed"].items()}
-    known |= {key: Key(value, why=why) for why, table in tables["ignored"].items() for key, value in table.items()}
-    known |= {key: Key(values[0], why=why, accepted=values) for key, (why, *values) in tables["fixed"].items()}
-    return dict(sorted(known.items()))
+    keys = {key: Key(*row) for key, row in tables.get("renamed", {}).items()}
+    keys |= {key: Key(default) for key, default in tables["computed"].items()}
+    keys |= {key: Key(value, why=why) for why, table in tables["ignored"].items() for key, value in table.items()}
+    keys |= {key: Key(values[0], why=why, accepted=values) for key, (why, *values) in tables["fixed"].items()}
+    return dict(sorted(keys.items()))
 
 
 def load_flags() -> dict[str, dict[str, str]]:
@@ -52,13 +52,13 @@ def load_flags() -> dict[str, dict[str, str]]:
             for name, table in tables.items()}  # fmt: skip
 
 
-def explain_unknown(unknown: Sequence[str], stated: Sequence[str], known: Collection[str], prefix: str = "") -> str:
+def explain_unknown(unknown: Sequence[str], stated: Sequence[str], options: Collection[str], prefix: str = "") -> str:
     """Return sentences or lines that say what takes the place of unknown options.
 
     Args:
         unknown: their names.
         stated: all names that the user gave; some have another meaning in the framework of the unknown ones.
-        known: names of the options here.
+        options: names of the options here.
         prefix: written before names, as `--`.
     """
     flags = load_flags()
@@ -66,7 +66,7 @@ def explain_unknown(unknown: Sequence[str], stated: Sequence[str], known: Collec
     theirs = flags[framework]
     if not theirs.keys() & set(unknown):
         return "".join(
-            dict.fromkeys(did_you_mean(f"{prefix}{name}", [prefix + here for here in known]) for name in unknown)
+            dict.fromkeys(did_you_mean(f"{prefix}{name}", [prefix + here for here in options]) for name in unknown)
         )
     lines = [f"  {prefix}{name}: {theirs[name]}" for name in dict.fromkeys(stated) if name in theirs]
     lines += [f"  {prefix}{name}: unknown" for name in unknown if name not in theirs]
@@ -76,20 +76,20 @@ def explain_unknown(unknown: Sequence[str], stated: Sequence[str], known: Collec
 EASYR1_KEYS = build_keys(load_tables("easyr1"))
 
 
-def check_type(name: str, value: Any, known: Key) -> None:
+def check_type(name: str, value: Any, key: Key) -> None:
     """Check that a switch is a bool and a number a number: the text "flase" would switch a key on.
 
     Args:
         name: name of the key in the configuration.
         value: None passes.
-        known: the key of EasyR1, whose default has the type to check.
+        key: the key of EasyR1, whose default has the type to check.
 
     Raises:
         ConfigError: naming the key and the expected type.
     """
-    if value is None or known.why:
+    if value is None or key.why:
         return
-    kind = type(known.default)
+    kind = type(key.default)
     if kind is bool and not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}: give true or false.")
     if kind in (int, float) and not re.fullmatch(r"[-+]?[\d._]+(e[-+]?\d+)?", str(value).lower()):
@@ -133,15 +133,15 @@ def rename_mtrl_keys(configuration: Mapping[str, Any]) -> tuple[dict[str, Any], 
     return stated, names
 
 
-def uses_mtrl_sections(given: Mapping[str, Any]) -> bool:
+def uses_mtrl_sections(configuration: Mapping[str, Any]) -> bool:
     """Whether a configuration has a section with MTRL's name."""
-    return any(name.partition(".")[0] in MTRL_SECTIONS for name in given)
+    return any(name.partition(".")[0] in MTRL_SECTIONS for name in configuration)
 
 
 _VERL = load_tables("verl")
 VERL_KEYS = build_keys(_VERL)  # keys that EasyR1 lacks
 VERL_RENAMED_KEYS: dict[str, list[Any]] = _VERL["names"]  # key of verl -> EasyR1's, and verl's default
-VERL_DEFAULTS: dict[str, Any] = _VERL["defaults"]  # of keys that both have
+VERL_DEFAULTS: dict[str, Any] = _VERL["defaults"]  # defaults of keys that both have
 _MODES = {"token-mean": "token", "seq-mean-token-mean": "seq", "vanilla": "default"}
 
 
@@ -151,14 +151,14 @@ def rename_verl_keys(configuration: Mapping[str, Any]) -> tuple[dict[str, Any], 
     values |= {key: configuration.get(name, default) for name, (key, default) in VERL_RENAMED_KEYS.items()}
     names = {key: name for name, (key, _) in VERL_RENAMED_KEYS.items()}
     names["worker.reward.reward_function"] = "custom_reward_function.path"
-    own = {key: configuration.get(key, known.default) for key, known in VERL_KEYS.items()}
+    values_of_verl = {key: configuration.get(key, row.default) for key, row in VERL_KEYS.items()}
     actor = "actor_rollout_ref.actor"
     in_loss = bool(values["algorithm.use_kl_loss"])
-    values["algorithm.disable_kl"] = not (in_loss or own["algorithm.use_kl_in_reward"])
+    values["algorithm.disable_kl"] = not (in_loss or values_of_verl["algorithm.use_kl_in_reward"])
     pairs = {"worker.actor.loss_avg_mode": f"{actor}.loss_agg_mode",
              "worker.actor.loss_type": f"{actor}.policy_loss.loss_mode"}  # fmt: skip
     if in_loss:
         pairs |= {"algorithm.kl_coef": f"{actor}.kl_loss_coef", "algorithm.kl_penalty": f"{actor}.kl_loss_type"}
     for key, name in pairs.items():
-        values[key], names[key] = _MODES.get(own[name], own[name]), name
+        values[key], names[key] = _MODES.get(values_of_verl[name], values_of_verl[name]), name
     return values, names

@@ -267,10 +267,10 @@ def _prepare_dataset(
 ) -> tuple[Dataset, list["SkippedRow"]]:
     names = dataset.column_names
     has_conversations = not rules.needs_solution and "prompt" in names and isinstance(dataset[0]["prompt"], list)
-    own = {"choices", "solution"} & {*names} if has_conversations else set[str]()  # which only the user's rewards read
+    user_columns = {"choices", "solution"} & {*names} if has_conversations else set[str]()  # only rewards read them
 
     def stored(row: Mapping[str, Any]) -> dict[str, Any]:
-        read = examine_row(row, rules) | dict.fromkeys(own)
+        read = examine_row(row, rules) | dict.fromkeys(user_columns)
         texts = {name: None if read[name] is None else json.dumps(read[name]) for name in ("prompt", "solution")}
         return {name: texts.get(name, read[name]) for name in EXAMINED}
 
@@ -283,9 +283,9 @@ def _prepare_dataset(
         first, many = unreadable[0], f"{len(unreadable)} of the {len(dataset)} rows of {split}"
         problem = f"The answer in `{answer}` cannot be read in {many}, such as row {first.row}: {first.reason}"
         raise DataError(f"{problem}. Name the answer column with --solution_key.")
-    made = [name for name in ("prompt", "choices", "solution", SIZES) if name not in own
+    made = [name for name in ("prompt", "choices", "solution", SIZES) if name not in user_columns
             if name in (*names, SIZES) or examined.data.column(name).null_count < len(examined)]  # fmt: skip
-    kept = [name for name in names if name not in {*EXAMINED, *DIALOGUES, UNREADABLE} - own]
+    kept = [name for name in names if name not in {*EXAMINED, *DIALOGUES, UNREADABLE} - user_columns]
     dataset = dataset.add_column(PLACE, range(len(dataset))).select_columns([*kept, PLACE])
     if not image_columns(dataset) and {*MEDIA} & {*kept}:
         dataset = dataset.add_column("images", [None] * len(dataset))  # the column that TRL looks for
@@ -333,7 +333,7 @@ def drop_long_prompts(
     A `Dataset` is measured at once, with a warning, a stream as it is read.
 
     Args:
-        dataset: with prompts.
+        dataset: rows with prompts.
         lengths: counts the tokens of a prompt.
         limit: largest number of tokens.
         name: name of the data in messages.
@@ -369,7 +369,7 @@ def prompt_lengths(dataset: Dataset, lengths: PromptLengths, description: str) -
     """Return the number of tokens of every row's prompt.
 
     Args:
-        dataset: with prompts.
+        dataset: rows with prompts.
         lengths: counts the tokens of a prompt.
         description: text of the progress bar.
     """

@@ -189,17 +189,17 @@ def shuffle_choices(rows: Dataset, sides: Iterable[Sequence[int]], seed: int) ->
     """
     solutions, options, problems = list(rows["solution"]), list(rows["choices"]), list(rows["problem"])
     for side in sides:
-        random, places = Random(f"choices {seed}"), defaultdict[int, list[int]](list)  # of right options, still to use
+        random, places = Random(f"choices {seed}"), defaultdict[int, list[int]](list)  # unused places of right options
         for row in side:
             if options[row] and not stays_in_order(problems[row], options[row]):
-                others, waiting = list(options[row]), places[len(options[row])]
-                right = others.pop(_right_options(solutions[row], others)[0])
-                random.shuffle(others)
+                options_left, waiting = list(options[row]), places[len(options[row])]
+                right = options_left.pop(_right_options(solutions[row], options_left)[0])
+                random.shuffle(options_left)
                 if not waiting:
                     waiting.extend(range(len(options[row])))
                     random.shuffle(waiting)
                 place = waiting.pop()
-                options[row] = [*others[:place], right, *others[place:]]
+                options[row] = [*options_left[:place], right, *options_left[place:]]
                 solutions[row] = LETTERS[place] if solutions[row] in LETTERS else solutions[row]  # a list has texts
     for name, values in {"choices": options, "solution": solutions}.items():
         rows = rows.remove_columns(name).add_column(name, values, feature=rows.features[name])
@@ -242,7 +242,7 @@ class Rules:
     keys: Keys = field(default_factory=lambda: KEYS)
     root: Path = Path()  # relative image and video paths start here and may not leave it
     limits: ImageLimits = field(default_factory=ImageLimits)
-    ids: frozenset[str] | None = None  # of the rows to convert; None: all
+    ids: frozenset[str] | None = None  # IDs of the rows to convert; None: all rows
     most: int | None = None  # usable rows to convert; None: all
     hashes: bool = False  # whether to hash pixels and video files
 
@@ -484,8 +484,8 @@ def merge(rows: Dataset, test_share: float, seed: int) -> tuple[Dataset, dict[st
             alike[(*images[number], problem)].append((number, right, choices))
     for same in alike.values():
         contradicts = any(
-            answer.isdisjoint(other) and ((answer <= {*others} and other <= {*choices}) or not (choices or others))
-            for (_, answer, choices), (_, other, others) in combinations(same, 2)  # both could have been chosen
+            answer.isdisjoint(right) and ((answer <= {*options} and right <= {*choices}) or not (choices or options))
+            for (_, answer, choices), (_, right, options) in combinations(same, 2)  # both could have been chosen
         )
         for number, *_ in same if contradicts else same[1:]:
             reasons[number] = CONTRADICTION if contradicts else DUPLICATE
@@ -504,7 +504,7 @@ def train_test_split(
     """Split prepared rows into training rows and a tenth for evaluation that share no image.
 
     Args:
-        dataset: as `prepare_rows` gives it; rows without an image are compared by their question.
+        dataset: rows from `prepare_rows`; rows without an image are compared by their question.
         seed: seed of the choice, which depends on nothing else but the images.
         root: folder that relative paths start from.
         most: largest number of rows for evaluation; None: no limit.
@@ -548,8 +548,8 @@ def split_by_image(images: Sequence[Sequence[str]], test_share: float, seed: int
             leader[image] = image = leader[leader[image]]
         return image
 
-    for first, *others in images:
-        for image in others:
+    for first, *duplicates in images:
+        for image in duplicates:
             leader[find(image)] = find(first)
     groups = defaultdict[str, list[int]](list)
     for row, of in enumerate(images):

@@ -20,7 +20,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from vgr_trl.errors import ConfigError, DataError, error_text
 
 IMAGE_COLUMNS = ("image", "images")
-NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, 8))  # of MMMU-Pro
+NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, 8))  # columns of MMMU-Pro
 FURTHER_IMAGES = tuple(f"image{number}" for number in range(2, 8))  # behind `image`
 MEDIA = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *FURTHER_IMAGES, "video", "videos")
 TEACHER_IMAGES = "teacher_images"  # column of images that a teacher sees in place of the policy's
@@ -346,7 +346,7 @@ def _sampled(value: Any, fps: float, root: Path) -> Iterator[Image.Image]:
         _opened(value, root, "video") as file,
         av.open(file, "r", options={"format_whitelist": VIDEO_FORMATS}) as container,
     ):
-        stream: Any = container.streams.video[0]  # whose numbers are no `Rational` to type checkers from PyAV 19 on
+        stream: Any = container.streams.video[0]  # from PyAV 19 on, its numbers are no `Rational` to type checkers
         _require_size((stream.codec_context.width, stream.codec_context.height), kind="video")
         for number, frame in enumerate(container.decode(stream)):
             tick = Fraction(frame.time_base or 0)
@@ -374,7 +374,7 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
     """Return the boxes of a row of the data, or an empty list.
 
     Args:
-        row: with `bbox`, one or several (left, top, right, bottom) in [0, 1] of the image, or with `regions`, a list
+        row: row with `bbox`, one or several (left, top, right, bottom) in [0, 1] of the image, or `regions`, a list
             of (left, top, width, height), as converted sets have it, in pixels, or in [0, 1] if all values are.
         size: (width, height) of its image, in pixels.
         name: how messages call the row.

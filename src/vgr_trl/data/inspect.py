@@ -23,7 +23,7 @@ from vgr_trl.errors import DataError, printable
 from vgr_trl.rewards.answers import LETTERS
 from vgr_trl.rewards.equality import is_literal
 
-LIMITS = (1024, 2048, 4096)  # of `max_prompt_length`, where none is given
+LIMITS = (1024, 2048, 4096)  # values of `max_prompt_length` to report if none is given
 STREAMED = 10_000  # rows of a stream that are summarised at a time
 SUMMARY = Features(
     {name: Value("string") for name in ("id", "source", "solution", REASON)}

@@ -42,7 +42,7 @@ from vgr_trl.errors import ConfigError, DataError, MissingSplitError, VGRError, 
 
 MMMU_PRO = "MMMU/MMMU_Pro", "standard (10 options)"  # a hub name, and the configuration that is read by default
 SAVED = ("dataset_dict.json", "dataset_info.json")  # written by `save_to_disk`
-METADATA = ("metadata.jsonl", "metadata.csv")  # of an image folder
+METADATA = ("metadata.jsonl", "metadata.csv")  # files of an image folder
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "text", ".csv": "text", ".arrow": "arrow"}
 MEANT = dict.fromkeys(("train", "training"), "train")  # word of a name → split, as `datasets` calls it
 MEANT |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
@@ -70,7 +70,7 @@ def load_split(
         dataset_name: name on the hub.
         dataset_config: configuration of a hub data set, or the subfolder or start of the file names that stands for it.
         dataset_path: folder with files of one kind, with images and metadata, or written by `save_to_disk`.
-        data_files: as `parse_data_files` takes it, or returns it. Parquet, JSON, JSONL, CSV or Arrow.
+        data_files: argument or return value of `parse_data_files`. Parquet, JSON, JSONL, CSV or Arrow.
         streaming: whether to return a stream.
         with_folders: whether rows name the folder of their file in `FOLDER` if files of a split are in several folders.
         check: called for each of several files of different columns, before they are joined.
@@ -102,7 +102,7 @@ def load_path(
         split: name of the split; None: the only split, or `train`. The split of a file has any name.
         config: configuration of a hub data set.
         streaming: whether to load streams.
-        check: as in `load_split`.
+        check: check of a split, see `load_split`.
 
     Raises:
         DataError: the data or the split cannot be found or read, also when a split is loaded.
@@ -226,12 +226,12 @@ def parse_data_files(text: str) -> Files:
     files: Files = {}
     for part in text.split(","):
         name, path = part.split("=", 1) if "=" in part else ("train", part)
-        names = [path.strip()] if Path(path.strip()).exists() else [one.strip() for one in path.split("+")]
+        names = [path.strip()] if Path(path.strip()).exists() else [part.strip() for part in path.split("+")]
         if not name.strip() or not all(names):
             raise ConfigError(f"data_files is {text!r}: give train=a.jsonl+b.jsonl,test=c.parquet.")
-        for one in names:
-            matching = sorted(glob(one)) if set(one) & set("*?") else []
-            files.setdefault(name.strip(), []).extend(map(Path, matching or [one]))
+        for pattern in names:
+            matching = sorted(glob(pattern)) if set(pattern) & set("*?") else []
+            files.setdefault(name.strip(), []).extend(map(Path, matching or [pattern]))
     return files
 
 
@@ -331,8 +331,8 @@ def _table_of(paths: tuple[Path, ...], with_folders: bool) -> Dataset:
         raise DataError(f"{' and '.join(map(str, paths))} has no rows: give a file with at least one.")
     features = Features()
     for name, types in kinds.items():
-        one, *others = types - {type(None)} or {str}
-        features[name] = Json() if others or one not in FEATURES else FEATURES[one]
+        kind, *further_kinds = types - {type(None)} or {str}
+        features[name] = Json() if further_kinds or kind not in FEATURES else FEATURES[kind]
     # Size and time, so that the cache of an older file is not found. Tuples: lists would be taken for shards.
     arguments = {
         "paths": tuple(path.absolute() for path in paths),

@@ -20,8 +20,8 @@ from vgr_trl.errors import ConfigError, DataError, error_text
 from vgr_trl.processes import limit_seconds
 from vgr_trl.rewards.answers import LETTERS
 
-TEMPLATE_SECONDS = 10  # of computing, for one question
-PLACEHOLDER = "<image>"  # of an image in the text of a question, as LLaVA, ms-swift and EasyR1 write it
+TEMPLATE_SECONDS = 10  # computing time for one question
+PLACEHOLDER = "<image>"  # stands for an image in a question's text, in LLaVA, ms-swift and EasyR1, too
 LONGEST_CONTEXT = 20_000  # characters that a teacher reads beside the prompt
 VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
 SYSTEM_PROMPTS: dict[str, str] = yaml.safe_load(
@@ -137,8 +137,8 @@ class PromptTemplate:
         except TemplateError as error:
             raise ConfigError(f"{name} is not a Jinja2 template ({error_text(error)}): correct it there.") from error
         if unknown:
-            known = ", ".join(VARIABLES[role])
-            raise ConfigError(f"{name} uses {', '.join(sorted(unknown))}, but only {known} are defined.")
+            defined = ", ".join(VARIABLES[role])
+            raise ConfigError(f"{name} uses {', '.join(sorted(unknown))}, but only {defined} are defined.")
 
     def __reduce__(self) -> Any:
         """Pickle and hash the text, as a compiled template is not the same twice."""
@@ -247,7 +247,7 @@ def image_sizes_of(row: Mapping[str, Any]) -> list[Size]:
 
 def require_ending_template(processor: Any, template: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the chat template of a processor or tokenizer computes for too long on a question."""
-    with limited(f"The chat template of {type(processor).__name__}"), suppress(Exception):  # which its use reports
+    with limited(f"The chat template of {type(processor).__name__}"), suppress(Exception):  # its use reports errors
         processor.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False, **template)
 
 
@@ -308,13 +308,13 @@ class PromptLengths:
 
     def _calibrate(self) -> tuple[int, int] | None:
         """Return the number of marker tokens per image and per prompt, or None if sizes do not give the count."""
-        one, two, three = PROBES
+        first, second, third = PROBES
         try:
             (single,) = {self._processed_tokens((size,)) - self._counted([size]) for size in PROBES}
         except Exception:  # no such function, or not a constant
             return None
         try:
-            pairs = {self._processed_tokens(pair) - self._counted(pair) for pair in ((one, two), (three, one))}
+            pairs = {self._processed_tokens(pair) - self._counted(pair) for pair in ((first, second), (third, first))}
         except Exception:  # a model of one image
             return single, 0
         return (max(pairs) - single, 2 * single - max(pairs)) if len(pairs) == 1 else None

@@ -161,7 +161,7 @@ def is_vision_only(row: Mapping[str, Any]) -> bool:
 
 
 def renumber_placeholders(texts: list[str], numbers: list[int]) -> list[str]:
-    """Return texts in which the `numbers` of the images that there are have become 1, 2, …, or raise `DataError`."""
+    """Renumber image placeholders from the `numbers` of existing images to 1, 2, …, or raise `DataError`."""
 
     def renumbered(match: re.Match[str]) -> str:
         number = int(match[1][:9])
@@ -264,7 +264,7 @@ def _answer_of(row: Mapping[str, Any], options: Sequence[str] | None) -> Any:
 
 
 def _to_python(value: Any) -> Any:
-    """Return a value of NumPy or PyTorch, as formatted data sets have them, as Python's."""
+    """Convert a NumPy or PyTorch value, which formatted data sets return, to Python."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -273,7 +273,7 @@ def list_of(value: Any, name: str) -> list[Any]:
     items = _to_python(value)
     for parse in (ast.literal_eval, json.loads) if isinstance(value, str) else ():
         try:
-            with warnings.catch_warnings(action="ignore"):  # of backslashes that escape nothing, which stay as they are
+            with warnings.catch_warnings(action="ignore"):  # backslashes that escape nothing stay as they are
                 items = parse(value.strip())
                 break
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
@@ -344,17 +344,17 @@ def is_media(feature: Any) -> bool:
 
 def keys_of(**flags: str | None) -> Keys:
     """Return the column names that the flags give, where `none` stands for no column."""
-    given = {name: flags.get(f"{name}_key") for name in KEYS}
-    for name, own in given.items():
-        if own == "" or (name == "problem" and own == NONE):
-            raise ConfigError(f"{name}_key is {own!r}: give the name of a column, or leave the flag out.")
-    return {name: () if own == NONE else (own,) if own else KEYS[name] for name, own in given.items()}
+    flag_values = {name: flags.get(f"{name}_key") for name in KEYS}
+    for name, column in flag_values.items():
+        if column == "" or (name == "problem" and column == NONE):
+            raise ConfigError(f"{name}_key is {column!r}: give the name of a column, or leave the flag out.")
+    return {name: () if column == NONE else (column,) if column else KEYS[name] for name, column in flag_values.items()}
 
 
 def known_names(columns: Iterable[str], keys: Keys) -> dict[str, str]:
     """Return column → name in `KEYS`, without the columns that `keys` replaces by others."""
-    new = {column: name for name, own in keys.items() for column in own if column not in KEYS[name]}
-    replaced = {column for name, own in keys.items() for column in {*KEYS[name]} - {*own}}
+    new = {column: name for name, chosen in keys.items() for column in chosen if column not in KEYS[name]}
+    replaced = {column for name, chosen in keys.items() for column in {*KEYS[name]} - {*chosen}}
     return {column: new.get(column, column) for column in columns if column in new or column not in replaced}
 
 
@@ -385,14 +385,14 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     if taken := RESERVED & {*known_names(row, keys).values()}:
         raise DataError(f"The {split} data have a column named {min(taken)!r}: rename or remove it.")
 
-    def has(*known: str) -> bool:
-        return not {*known}.isdisjoint(names)
+    def has(*accepted: str) -> bool:
+        return not {*accepted}.isdisjoint(names)
 
     answer = value_of(row, *keys["solution"])
     has_answer = has(*keys["solution"]) or (has(*keys["choices"]) and has("label"))
     is_dialogue = any(isinstance(row.get(name), list) for name in DIALOGUES)
-    stated = {name: own[0] for name, own in keys.items() if own not in ((), KEYS[name])}
-    missing = next((f"{name}_key is {own}" for name, own in stated.items() if not has(own)), None)
+    stated = {name: chosen[0] for name, chosen in keys.items() if chosen not in ((), KEYS[name])}
+    missing = next((f"{name}_key is {column}" for name, column in stated.items() if not has(column)), None)
     features = rows.features or {}
     image = next((name for name in names if is_media(features.get(name)) or _is_image_file(row[name])), None)
     choices = next((name for name in names if _looks_like_options(row[name], answer)), None)

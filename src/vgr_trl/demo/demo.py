@@ -121,7 +121,7 @@ def _shade(colour: tuple[int, int, int], change: int) -> tuple[int, ...]:
 
 def _draw_scenes(rng: random.Random, split: Split) -> Iterator[Scene]:
     while True:
-        size, words = rng.randint(17, 25), {family: rng.choice(known) for family, (_, known) in FAMILIES.items()}
+        size, words = rng.randint(17, 25), {family: rng.choice(values) for family, (_, values) in FAMILIES.items()}
         x, y = (rng.randint(1, CELL - 1 - size) for _ in range(2))
         scene = Scene(**words, size=size, x=x, y=y, shade=rng.randint(108, 148), paper=rng.randint(215, 255))
         if SPLITS[zlib.crc32(repr(scene).encode()) % 10] == split:
@@ -328,7 +328,7 @@ def warm_start(
 
     Args:
         model: a Qwen2.5-VL model, best after `learn_answers` and `learn_captions`.
-        rows: with image, problem, choices (or None), thought and solution.
+        rows: rows with image, problem, choices (or None), thought and solution.
         accuracy: measures the model on questions that are not used for anything else.
         target_accuracy: stop here, so that something is left to reinforce; in [0, 1].
         measure_every: steps between measurements, at least 1.

@@ -42,7 +42,7 @@ def build_processor(texts: Iterable[str]) -> PaddleOCRVLProcessor:
         eos_token=EOS,
         pad_token=PAD,
         extra_special_tokens=[token for token in SPECIAL_TOKENS if token not in (EOS, PAD)],
-        model_specific_special_tokens={"image_token": "<|image_pad|>"},  # which the processor asks for
+        model_specific_special_tokens={"image_token": "<|image_pad|>"},  # the processor asks for it
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
@@ -75,7 +75,7 @@ def build_tiny_vlm(
     height = (half_head - time) // 2
     rope = {
         "rope_type": "default", "rope_theta": 1e4,
-        "mrope_section": [time, height, half_head - time - height],  # of half a head: time, height, width
+        "mrope_section": [time, height, half_head - time - height],  # parts of half a head: time, height, width
     }  # fmt: skip
     text = {
         "vocab_size": len(processor.tokenizer), "num_hidden_layers": num_layers, "num_attention_heads": num_heads,

@@ -27,13 +27,13 @@ if TYPE_CHECKING:  # verl and EasyR1 read this file without TRL
 from vgr_trl.loss.terms import TermInputs
 
 KINDS = get_args(KLKind)
-_LARGEST = 10.0  # of `low_var_kl`
+_LARGEST = 10.0  # largest value of `low_var_kl`
 _LARGEST_DIFFERENCE = 20.0
 _ROUNDING = 1e-6  # smaller differences have the sign of a float32 rounding error
 
 
 def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str = "low_var_kl") -> Tensor:
-    """Return an estimate of KL(policy ‖ reference) for every token, as EasyR1 and verl define its kinds.
+    """Estimate KL(policy ‖ reference) for every token, with EasyR1's and verl's kinds of estimators.
 
     With d = log π − log π_ref of the sampled token, `kl` is d (k1), `abs` |d| with gradient 0 where |d| < 1e-6,
     `mse` d²/2 (k2), `low_var_kl` is exp(−d) + d − 1 with d clamped to ±20 and the result to 10 (k3; Schulman,
@@ -123,7 +123,7 @@ def over_positions(
         heads: heads that `measure` uses; the first gets gradients.
         hidden: (N, T, D) with gradients.
         mask: (N, T) bool.
-        further: (K, …), of the K positions in the mask.
+        further: (K, …), further values of the K positions in the mask.
 
     Returns:
         (N, T), 0 where `mask` is False.
@@ -144,7 +144,7 @@ class _MeasuredAgain(torch.autograd.Function):
     def forward(
         ctx: Any, measure: Callable[..., Tensor], heads: Sequence[Head], further: Sequence[Tensor], *inputs: Tensor
     ) -> Tensor:
-        """Return values (K,) of hidden states (K, D), the first of `inputs`; the others are the head's weights."""
+        """Return values (K,) from `inputs`: hidden states (K, D), then the head's weights."""
         kind = inputs[0].device.type
         ctx.autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.measure, ctx.heads, ctx.further = measure, heads, further
@@ -157,26 +157,26 @@ class _MeasuredAgain(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Return the gradients of the hidden states and of the weights that train."""
         (hidden, *weights), head = ctx.saved_tensors, ctx.heads[0]
-        trained = [number for number, each in enumerate(weights) if each.requires_grad]
+        trained = [number for number, weight in enumerate(weights) if weight.requires_grad]
         with _whole(ctx.heads), torch.enable_grad(), ctx.autocast():
             inner = [*head.linear.parameters()]
             for number in trained:
-                inner[number].requires_grad_()  # those that FSDP2 has gathered
+                inner[number].requires_grad_()  # tensors gathered by FSDP2 have no gradients
             sums = {number: torch.zeros_like(inner[number], dtype=torch.float32) for number in trained}
             of_hidden = [hidden[:0]]
             for states, part, *further in head.split(hidden, gradient, *ctx.further):
                 states = states.detach().requires_grad_()
                 values = ctx.measure(states, *further)
-                found, *others = torch.autograd.grad(values, [states, *(inner[each] for each in trained)], part)
-                of_hidden.append(found)
-                for number, other in zip(trained, others, strict=True):
-                    sums[number] += other
-        of_weights = [sums[number].to(each.dtype) if number in sums else None for number, each in enumerate(weights)]
-        return None, None, None, torch.cat(of_hidden), *map(_shard, of_weights, weights)
+                d_states, *d_weights = torch.autograd.grad(values, [states, *map(inner.__getitem__, trained)], part)
+                of_hidden.append(d_states)
+                for number, d_weight in zip(trained, d_weights, strict=True):
+                    sums[number] += d_weight
+        summed = [sums[number].to(weight.dtype) if number in sums else None for number, weight in enumerate(weights)]
+        return None, None, None, torch.cat(of_hidden), *map(_shard, summed, weights)
 
 
 def _whole(heads: Sequence[Head]) -> ExitStack:
-    """Return a block in which the weights of heads are whole."""
+    """Return a block in which the heads' weights are gathered."""
     stack = ExitStack()
     for head in heads:
         stack.enter_context(head.whole())
@@ -195,7 +195,7 @@ class FullKL:
     """Full KL between two models from their hidden states, a few positions at a time.
 
     Args:
-        reference: None: the policy without its adapter, which must leave the head as it is.
+        reference: reference model; None: the policy without its adapter, which must leave the head as it is.
 
     Raises:
         ConfigError: the adapter changes the head.
@@ -213,7 +213,7 @@ class FullKL:
 
         Args:
             hidden: (N, T, D), hidden states of the policy.
-            reference: (N, T, D) of the reference model.
+            reference: (N, T, D), hidden states of the reference model.
             mask: (N, T) bool.
         """
         heads = Head(self._policy), Head(self._reference)
@@ -248,14 +248,14 @@ class KLControl(SavedState):
         self.controller: AdaptiveKLController = FixedKLController(args.kl_coef)
         if self.is_adaptive:
             self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
-        self._totals, self._completions = Totals(), 0  # since the last update
+        self._totals, self._completions = Totals(), 0  # both count from the last update
 
     @torch.no_grad()
     def penalise(self, rollout: "Rollout") -> dict[str, list[float]]:
         """Return the column that `kl_penalty_reward` reads, or {} without a penalty.
 
         Args:
-            rollout: scored by the policy and its reference; its `kl_penalty` is set.
+            rollout: rollout scored by policy and reference; its `kl_penalty` is set.
         """
         policy, reference = rollout.scores, rollout.reference
         if not self.args.penalises_kl or policy is None or reference is None:
@@ -266,10 +266,10 @@ class KLControl(SavedState):
         return {"kl_penalty": rollout.kl_penalty.sum(dim=1).tolist()}
 
     def drop_unscored_penalties(self, rewards: Tensor) -> Tensor:
-        """Drop the penalty of completions that no other reward applies to.
+        """Drop the KL penalty of completions without another reward.
 
         Args:
-            rewards: (N of all, F); the last column is the penalty, if the run has one.
+            rewards: (N of all processes, F); the last column is the penalty, if the run has one.
         """
         if self.args.penalises_kl:
             rewards = rewards.clone()
@@ -277,22 +277,22 @@ class KLControl(SavedState):
         return rewards
 
     def keep_reference(self, rollout: "Rollout") -> None:
-        """Add the reference's hidden states to the batch of a scored rollout, if the full KL in the loss needs them."""
+        """Add the reference's hidden states to the rollout's batch, if a full KL in the loss needs them."""
         if self.args.has_kl_loss and rollout.reference is not None and rollout.reference.hidden is not None:
             hidden = rollout.reference.hidden.transpose(1, 2).contiguous()  # (N, D, T)
             rollout.batch = rollout.batch.with_columns(reference_hidden=hidden)
 
-    def term(self, passed: TermInputs, reference_hidden: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    def term(self, inputs: TermInputs, reference_hidden: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """Return the KL loss of every token of a micro-batch (N, T), 0 outside its mask, and metrics.
 
         Args:
-            passed: the micro-batch, whose training pass has run.
+            inputs: the micro-batch, whose training pass has run.
             reference_hidden: (N, D, T), hidden states of the reference; None unless the KL is full.
         """
-        mask, theirs = passed.loss_mask, passed.reference_logps
+        mask, theirs = inputs.loss_mask, inputs.reference_logps
         if reference_hidden is not None:
             theirs = reference_hidden.transpose(1, 2)
-        kl = self._kl(passed, theirs, mask)
+        kl = self._kl(inputs, theirs, mask)
         self._count(kl.detach(), mask)
         return self.controller.coefficient * kl, self.update() if self.accelerator.sync_gradients else {}
 
@@ -300,8 +300,8 @@ class KLControl(SavedState):
         """Return the KL of the policy's tokens, (N, T), 0 outside the mask.
 
         Args:
-            policy: scores of the policy: log-probabilities, for the full KL hidden states.
-            theirs: log-probabilities of the reference, for the full KL its hidden states.
+            policy: scores of the policy with log-probabilities, or with hidden states for the full KL.
+            theirs: log-probabilities of the reference, or its hidden states for the full KL.
             mask: (N, T) bool.
         """
         assert theirs is not None

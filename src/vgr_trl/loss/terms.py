@@ -38,7 +38,7 @@ def perception_divergence(logps: Tensor, perturbed_logps: Tensor, mask: Tensor) 
 
 
 def surprisal(logps: Tensor, mask: Tensor) -> Tensor:
-    """Return -log p of every valid token, 0 elsewhere: of sampled tokens, an estimate of the policy's entropy.
+    """Return -log p of every valid token, 0 elsewhere; for sampled tokens it estimates the policy's entropy.
 
     Args:
         logps: (N, T), log-probabilities of the completion tokens.
@@ -56,7 +56,7 @@ def perception_loss(
     entropy_coefficient: float = 0.0,
     perturbed_entropy_coefficient: float = 0.0,
 ) -> Tensor:
-    """Return the implicit perception loss and double entropy loss of PAPO (https://huggingface.co/papers/2507.06448).
+    """Return PAPO's implicit perception loss and double entropy loss (https://huggingface.co/papers/2507.06448).
 
     -gamma · KL(original, perturbed) - eta_1 · log p_original - eta_2 · log p_perturbed: minimising it makes the
     completion depend on the image. The entropy terms keep both distributions sharp; without them the policy can win by
@@ -141,12 +141,13 @@ class TermInputs:
         loss_mask: (N, T) bool, tokens that count in the loss.
         advantages: (N, T); None inside verl and EasyR1.
         old_logps: (N, T), log-probabilities under the policy that sampled; None: they equal `logps`.
-        reference_logps: (N, T), under the reference; None without one.
-        perturbed_logps: (N, T) with gradients, given the perturbed image; for `perturbed`.
-        hidden: (N, T, D) with gradients, hidden states of the positions that emit the tokens; for `hidden`.
-        teacher_logps: (N, T), under `teacher_view`, NaN for rows without it; for `teacher` and `teacher_top`.
-        teacher_top: the teacher's likeliest tokens, (N, T, K), and their log-probabilities with those of all others
-            together at the end, (N, T, K + 1); for `teacher_top`.
+        reference_logps: (N, T), log-probabilities under the reference; None without one.
+        perturbed_logps: (N, T) with gradients, log-probabilities given the perturbed image; for `perturbed`.
+        hidden: (N, T, D) with gradients, hidden states at the predicting positions; for `hidden`.
+        teacher_logps: (N, T), log-probabilities under `teacher_view`, NaN for rows without it; for `teacher` and
+            `teacher_top`.
+        teacher_top: the teacher's K most likely tokens, (N, T, K), and log-probabilities, (N, T, K + 1), whose last
+            column is the rest of the vocabulary; for `teacher_top`.
         model: the policy, also wrapped; None inside verl and EasyR1.
         temperature: divides logits.
         totals: collects metrics.
@@ -172,11 +173,11 @@ class TermInputs:
 
 @dataclass
 class LossPass:
-    """A micro-batch while its loss is computed; scores and inputs of terms once its training pass has run."""
+    """A micro-batch during its loss; scores and term inputs are set once its training pass has run."""
 
     batch: Batch
     scores: Scores | None = None
-    passed: TermInputs | None = None
+    inputs: TermInputs | None = None
 
 
 @loss_terms.register("entropy_penalty")
@@ -205,33 +206,33 @@ def perception_loss_term(passed: TermInputs, options: LossOptions) -> Tensor:
 
 @loss_terms.register("entropy_loss")
 def entropy_loss_term(passed: TermInputs, options: LossOptions) -> Tensor:
-    """Return PAPO's entropy term on the original image, for every token (N, T), where no other term of it is on."""
+    """Return PAPO's entropy term on the original image, (N, T), for runs without its other terms."""
     return options.der_loss_weight1 * surprisal(passed.logps, passed.loss_mask)
 
 
 def auxiliary_loss(
-    passed: TermInputs, terms: Mapping[str, Any], options: LossOptions, kl: Tensor | None
+    inputs: TermInputs, terms: Mapping[str, Any], options: LossOptions, kl: Tensor | None
 ) -> Tensor | None:
     """Return the sum of the loss terms of a micro-batch, (N, T); None without any.
 
     Args:
-        passed: the micro-batch, whose training pass has run.
+        inputs: the micro-batch, whose training pass has run.
         terms: name of a loss term that is on -> its function.
         options: options of the terms.
         kl: (N, T), the KL loss; None: it is off.
     """
-    values = [_compute_term(name, term, passed, options) for name, term in terms.items()]
+    values = [_compute_term(name, term, inputs, options) for name, term in terms.items()]
     values += [] if kl is None else [kl]
     return torch.stack(values).sum(dim=0) if values else None
 
 
-def _compute_term(name: str, function: Any, given: TermInputs, args: LossOptions) -> Tensor:
-    """Return a loss term (N, T), 0 outside the mask; raise `DataError` if it is no such tensor or has no gradient."""
-    term = call_plugin(f"the loss term {name}", function, given, args.plugin_values(function))
-    if not isinstance(term, Tensor) or term.shape != given.loss_mask.shape:
-        found = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
-        raise DataError(f"The loss term {name} returned {found}: return a tensor {tuple(given.loss_mask.shape)}.")
-    term = term.masked_fill(~given.loss_mask, 0)
-    if given.logps.requires_grad and not term.requires_grad and term.any():
+def _compute_term(name: str, function: Any, inputs: TermInputs, args: LossOptions) -> Tensor:
+    """Return a loss term (N, T), 0 outside the mask; raise `DataError` for a wrong shape or no gradient."""
+    term = call_plugin(f"the loss term {name}", function, inputs, args.plugin_values(function))
+    if not isinstance(term, Tensor) or term.shape != inputs.loss_mask.shape:
+        kind = tuple(term.shape) if isinstance(term, Tensor) else type(term).__name__
+        raise DataError(f"The loss term {name} returned {kind}: return a tensor {tuple(inputs.loss_mask.shape)}.")
+    term = term.masked_fill(~inputs.loss_mask, 0)
+    if inputs.logps.requires_grad and not term.requires_grad and term.any():
         raise DataError(f"The loss term {name} has no gradient, so it trains nothing: compute it from passed.logps.")
     return term

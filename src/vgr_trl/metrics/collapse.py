@@ -54,8 +54,8 @@ def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mappin
             2 · `WINDOW_STEPS` steps are skipped.
         reward_weights: weights by the names of the reward functions.
     """
-    known = {name: history for name, history in histories.items() if history.first is not None}
-    stds = {name: known[f"rewards/{name}/std"].now for name in reward_weights if f"rewards/{name}/std" in known}
+    complete = {name: history for name, history in histories.items() if history.first is not None}
+    stds = {name: complete[f"rewards/{name}/std"].now for name in reward_weights if f"rewards/{name}/std" in complete}
     deviations = {name: abs(reward_weights[name]) * std for name, std in stds.items()}
     vgr_rewards = ", ".join(name for name, weight in reward_weights.items() if "vgr" in name and weight)
     slower, signs = "a lower learning_rate", list[CollapseSign]()
@@ -64,7 +64,7 @@ def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mappin
         signs.append(CollapseSign(name, f"{name} fell from {history.highest:.3g} to {history.now:.3g}{note}", remedies))
 
     for name, weight in reward_weights.items():
-        reward = known.get(f"rewards/{name}/mean")
+        reward = complete.get(f"rewards/{name}/mean")
         if reward is None or weight == 0 or reward.now >= reward.highest / 2:
             continue
         share = deviations.get(name, 0.0) / (sum(deviations.values()) or 1.0)
@@ -73,26 +73,26 @@ def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mappin
         elif "vgr" in name and share > 0.5:
             note = f" and makes up {share:.0%} of the rewards' deviation"
             fell(name, reward, f"less weight on {name}", "scale_rewards none", note=note)
-    if (length := known.get("completions/mean_length")) and length.now < length.highest / 4:
+    if (length := complete.get("completions/mean_length")) and length.now < length.highest / 4:
         fell("the length of completions", length, slower)
-    if (clipped := known.get("completions/clipped_ratio")) and clipped.now > 0.9 and clipped.lowest < 0.5:
+    if (clipped := complete.get("completions/clipped_ratio")) and clipped.now > 0.9 and clipped.lowest < 0.5:
         seen = f"{clipped.now:.0%} of the completions are truncated (lowest so far {clipped.lowest:.0%})"
         signs.append(CollapseSign("truncated", seen, (slower, "a length reward")))
-    if (entropy := known.get("entropy")) and entropy.first is not None:
+    if (entropy := complete.get("entropy")) and entropy.first is not None:
         if entropy.now < 0.005 and entropy.highest > 0.05:
             fell("entropy", entropy, slower, "a higher epsilon_high or temperature")
         elif entropy.now > max(4 * entropy.lowest, 2 * entropy.first, 0.05):
             seen = f"entropy rose from {entropy.lowest:.3g} to {entropy.now:.3g}"
             signs.append(CollapseSign("entropy rose", seen, (slower, "use_entropy_penalty")))
-    divergence, perturbed = known.get("perception_loss"), known.get("perturbed_entropy")
+    divergence, perturbed = complete.get("perception_loss"), complete.get("perturbed_entropy")
     if entropy and divergence and perturbed and divergence.now < 2 * min(divergence.lowest, 0.0):
-        ratio = known.get("clip_ratio/high_mean") or known.get("cispo_clip_ratio")
+        ratio = complete.get("clip_ratio/high_mean") or complete.get("cispo_clip_ratio")
         rising = [entropy, perturbed, *([ratio] if ratio and ratio.highest + ratio.now > 0 else [])]
-        if all(rise.now > rise.highest for rise in rising):  # as in PAPO (https://huggingface.co/papers/2507.06448)
+        if all(rise.now > rise.highest for rise in rising):  # PAPO's sign (https://huggingface.co/papers/2507.06448)
             seen = f"the perception loss fell from {divergence.lowest:.3g} to {divergence.now:.3g} while entropies rose"
             remedies = ("a lower perception_loss_weight", "higher weights for both entropy terms")
             signs.append(CollapseSign("perception", seen, remedies))
-    if (equal := known.get("frac_reward_zero_std")) and equal.now >= 0.95 and equal.lowest < 0.8:
+    if (equal := complete.get("frac_reward_zero_std")) and equal.now >= 0.95 and equal.lowest < 0.8:
         seen = f"{equal.now:.0%} of the groups have equal rewards (lowest so far {equal.lowest:.0%})"
         signs.append(CollapseSign("equal rewards", seen, ("other questions", "a reward that differs within a group")))
     return signs
@@ -109,7 +109,7 @@ def collapse_sentence(signs: Sequence[CollapseSign], step: int) -> str:
 def first_signs(logs: Iterable[tuple[int, Mapping[str, float | None]]]) -> list[tuple[int, str]]:
     """Return the signs of collapse in a run's training logs, each with its first step.
 
-    The signs are those of `find_collapse`, with logs instead of steps, and non-finite losses and gradients.
+    They are the signs of `find_collapse`, with logs instead of steps, and non-finite losses and gradients.
 
     Args:
         logs: logged values with their steps, in order; rewards weigh 1 unless their weight was logged.
@@ -144,11 +144,11 @@ class CollapseWatch(TrainerCallback):
         reward_weights: returns the current weights by the names of the reward functions.
 
     Attributes:
-        found: the sentence of the warning; None before it.
+        warning: sentence of the warning; None before it.
     """
 
     def __init__(self, metrics: Mapping[str, list[float]], reward_weights: Callable[[], Mapping[str, float]]) -> None:
-        self.found: str | None = None
+        self.warning: str | None = None
         self._metrics, self._reward_weights = metrics, reward_weights
         self._histories: dict[str, MetricHistory] = {}
         self._read: dict[str, int] = {}
@@ -159,7 +159,7 @@ class CollapseWatch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the mean of every metric over the micro-batches of this step; all processes have the same values."""
-        if self.found is not None:
+        if self.warning is not None:
             return
         for name, values in self._metrics.items():
             new = [value for value in values[self._read.get(name, 0) :] if not math.isnan(value)]
@@ -167,7 +167,7 @@ class CollapseWatch(TrainerCallback):
             if new:  # a micro-batch without a gradient has none
                 self._histories.setdefault(name, MetricHistory()).add(fmean(new))
         if signs := find_collapse(self._histories, self._reward_weights()):
-            self.found = collapse_sentence(signs, state.global_step)
+            self.warning = collapse_sentence(signs, state.global_step)
             if state.is_world_process_zero:
-                logger.warning(self.found)
+                logger.warning(self.warning)
             control.should_training_stop |= args.stop_on_collapse

@@ -64,7 +64,7 @@ class StepMetrics:
 
     def __init__(self, args: "DAPOConfig", accelerator: Accelerator) -> None:
         self._args, self._accelerator = args, accelerator
-        # Per micro-batch: valid tokens, tokens with loss, and the count that TRL's weights of vespo are averaged over.
+        # Per micro-batch: valid tokens, tokens with loss, and the number of vespo weights that TRL averages.
         self._tokens: dict[str, list[float]] = {"valid": [], "scored": [], "weighed": []}
         self._sums: Counter[str] = Counter()
         self.prompts_too_long = self.updates_skipped = self.rows_replaced = 0
@@ -73,7 +73,7 @@ class StepMetrics:
         self._means = ("entropy",) if by_completion else ("entropy", *_RATIO_MEANS)  # TRL's means
 
     def count_too_long(self, split: str) -> None:
-        """Count a skipped prompt of a stream; those of the eval data do not count."""
+        """Count a skipped prompt of a stream, unless it belongs to the eval data."""
         self.prompts_too_long += split == "train"
 
     def measure(
@@ -91,8 +91,7 @@ class StepMetrics:
         Args:
             batch: the micro-batch, N rows.
             logps: (N, T), log-probabilities of the training pass.
-            trl_metrics: TRL's metrics. Unscored tokens add 0 to its newest means over valid tokens; these become means
-                over tokens with loss, NaN without such tokens.
+            trl_metrics: TRL's metrics, whose last means are rescaled from valid tokens to loss tokens; NaN without any.
             loss_mask: (N, T) bool, tokens with loss; None: all valid tokens, in a pass over all rows.
             rows_run: rows of the pass, if `loss_mask` is given.
         """
@@ -134,7 +133,7 @@ class StepMetrics:
         self._tokens = {name: [] for name in self._tokens}
 
     def _sum_phi(self, batch: Batch, log_ratio: Tensor, mask: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return sum and count of `vespo`'s weights over completions with loss, or over tokens if each has a weight."""
+        """Return sum and count of `vespo`'s weights, one per completion or per token with loss."""
         from trl import GRPOTrainer
 
         advantages = cast("Tensor", batch.advantages).reshape(len(mask), -1)
@@ -180,7 +179,7 @@ class Totals:
     def __init__(self) -> None:
         self.means: dict[str, tuple[Tensor, Tensor]] = {}  # name -> sum, count
         self.largest: dict[str, tuple[Tensor, int]] = {}  # name -> largest value times a sign, the sign
-        self.known: dict[str, float] = {}  # numbers that are the same on all processes
+        self.replicated: dict[str, float] = {}  # numbers that are the same on all processes
         self.about_one: dict[str, str] = {}  # name of a mean of (x - 1)² -> name of the mean of x
 
     def add_mean(self, name: str, values: Tensor, where: Tensor) -> None:
@@ -217,7 +216,7 @@ class Totals:
         local = [part for pair in self.means.values() for part in pair]
         local += [value for value, _ in self.largest.values()]
         if not local:
-            return dict(self.known)
+            return dict(self.replicated)
         row = torch.stack(local)
         rows = (row if gather is None else gather(row)).detach().cpu().double().view(-1, len(local))  # (processes, ·)
         split = 2 * len(self.means)
@@ -228,7 +227,7 @@ class Totals:
             results[name] = math.nan if value == -math.inf else sign * value
         for name, mean in self.about_one.items():
             results[name] = max(results[name] - (results[mean] - 1) ** 2, 0.0)
-        return results | self.known
+        return results | self.replicated
 
 
 def add_weights(totals: Totals, name: str, weights: Tensor, mask: Tensor) -> None:
@@ -309,8 +308,8 @@ class StageClock(TrainerCallback):
         seconds: dict[str, float] = defaultdict(float)
         for name, start, end in spans:
             seconds[name] += end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
-        own = torch.tensor([seconds[name] for name in STAGES], device=accelerator.device)
-        slowest = accelerator.gather(own).view(-1, len(STAGES)).max(dim=0).values / max(1, steps)
+        local_seconds = torch.tensor([seconds[name] for name in STAGES], device=accelerator.device)
+        slowest = accelerator.gather(local_seconds).view(-1, len(STAGES)).max(dim=0).values / max(1, steps)
         return {f"timing/{name}": value for name, value in zip(STAGES, slowest.tolist(), strict=True) if value > 0}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -29,14 +29,14 @@ class RowsPerPass:
     """Number of rows that run in one training pass.
 
     Attributes:
-        given: rows of a micro-batch in the user's options.
+        original: rows of a micro-batch in the user's options.
         joined: number of these micro-batches that are joined into one.
         most: the user's limit of the rows of a pass; None: memory decides.
         memory: limits the passes on a GPU; None: no limit.
         reason: why no more micro-batches are joined; None: groups are whole.
     """
 
-    given: int
+    original: int
     joined: int
     most: int | None
     memory: "UpdateMemory | None"
@@ -44,23 +44,23 @@ class RowsPerPass:
 
     def __str__(self) -> str:
         if self.joined == 1:
-            return "" if self.reason is None else f" Micro-batches of {self.given} are not joined ({self.reason})."
-        by_memory = f", passes grow from {self.given} rows to as many as memory takes" if self.memory else ""
+            return "" if self.reason is None else f" Micro-batches of {self.original} are not joined ({self.reason})."
+        by_memory = f", passes grow from {self.original} rows to as many as memory takes" if self.memory else ""
         passes = by_memory if self.most is None else f", {self.most} rows pass at a time"
         short = "" if self.reason is None else f" ({self.reason})"
-        return f" {self.joined} micro-batches of {self.given} are joined into one{short}{passes}."
+        return f" {self.joined} micro-batches of {self.original} are joined into one{short}{passes}."
 
     def load(self, rows: int, computed: int, attended: int) -> float:
         """Return the load of a pass; above 1 it has too many rows.
 
         Args:
             rows: number of rows of the pass.
-            computed: its positions, with every prompt once.
-            attended: its positions, with the prompt once per row.
+            computed: number of its positions, with every prompt once.
+            attended: number of its positions, with the prompt once per row.
         """
         if self.most is not None:
             return rows / self.most
-        if self.memory is None or rows <= self.given:
+        if self.memory is None or rows <= self.original:
             return 0.0
         return max(computed / self.memory.computed, attended / self.memory.attended)
 
@@ -80,7 +80,7 @@ class UpdateMemory:
         self._device, self._gather = device, gather
         self._needed = self._before = 0
         self._seen = (0, 0)  # positions of the largest pass that has been measured
-        self._largest: tuple[int, int] | None = None  # of this update; None: between updates
+        self._largest: tuple[int, int] | None = None  # largest pass of this update; None: between updates
 
     def begin_pass(self) -> None:
         """Limit the passes of an update in its first micro-batch, the same on all processes."""
@@ -93,7 +93,7 @@ class UpdateMemory:
         # peak = fixed + cost of a position * positions. Gradients are among the fixed part, so a pass with k times the
         # positions needs at most k times the memory. A tenth of the device is left, and passes grow at most twofold.
         scale = min(2.0, max(room - total / 10, 0) / self._needed) if self._needed else 0.0
-        limits = torch.tensor([each * scale for each in self._seen], device=self._device).clamp(min=1e-9)
+        limits = torch.tensor([positions * scale for positions in self._seen], device=self._device).clamp(min=1e-9)
         self.computed, self.attended = self._gather(limits).view(-1, 2).amin(0).tolist()
 
     def measure(self, passes: Sequence[tuple[int, int]]) -> None:
@@ -126,41 +126,41 @@ def join_micro_batches(
         accelerator: device and processes; DeepSpeed's configuration gets the joined numbers too.
     """
     group, device = int(args.num_generations or 1), accelerator.device
-    given, most = args.per_device_train_batch_size, args.most_rows_per_pass
+    original, most = args.per_device_train_batch_size, args.most_rows_per_pass
     accumulated, generated = args.gradient_accumulation_steps, args.steps_per_generation or 1
     reason = features.join_micro_batches.reason
     if reason is None and most is None and device.type not in ("cpu", "cuda"):
         reason = f"the memory of {device.type} is not measured: give a number as rows_per_pass"
     # On a GPU memory decides how many groups pass together; elsewhere two do.
-    rows = most or (given * accumulated if device.type == "cuda" else 2 * group)
-    limit = math.ceil(rows / given) if reason is None else 1
+    rows = most or (original * accumulated if device.type == "cuda" else 2 * group)
+    limit = math.ceil(rows / original) if reason is None else 1
     joined = max(number for number in range(1, limit + 1) if accumulated % number == generated % number == 0)
     if joined < limit:
         reason = f"no more divide gradient_accumulation_steps {accumulated} and steps_per_generation {generated}"
     if joined > 1:
         args = copy(args)  # the user may give the same options to another trainer
-        args.per_device_train_batch_size = given * joined
+        args.per_device_train_batch_size = original * joined
         args.gradient_accumulation_steps, args.steps_per_generation = accumulated // joined, generated // joined
-        if (plugin := accelerator.state.deepspeed_plugin) is not None:  # whose configuration has the old numbers
+        if (plugin := accelerator.state.deepspeed_plugin) is not None:  # its configuration has the old numbers
             config = plugin.deepspeed_config
-            if config.get("train_micro_batch_size_per_gpu") == given:
-                config["train_micro_batch_size_per_gpu"] = given * joined
+            if config.get("train_micro_batch_size_per_gpu") == original:
+                config["train_micro_batch_size_per_gpu"] = original * joined
             if config.get("gradient_accumulation_steps") == accumulated:
                 config["gradient_accumulation_steps"] = accumulated // joined
     measures = joined > 1 and most is None and device.type == "cuda"
     memory = UpdateMemory(device, accelerator.gather) if measures else None
-    return args, RowsPerPass(given, joined, most, memory, reason if joined * given < group else None)
+    return args, RowsPerPass(original, joined, most, memory, reason if joined * original < group else None)
 
 
 def describe_spread_groups(args: DAPOConfig, num_generations: int, processes: int) -> str:
-    """Return a sentence on groups that are spread over processes, with the numbers that make them whole, or "".
+    """Describe groups that are spread over processes, and the options that make them whole; "" without any.
 
     Args:
         args: options of the run.
         num_generations: G.
         processes: number of processes.
     """
-    rows = args.per_device_train_batch_size * (args.steps_per_generation or 1)  # of a process in a rollout
+    rows = args.per_device_train_batch_size * (args.steps_per_generation or 1)  # rows of a process in a rollout
     common = math.gcd(rows, num_generations)
     if processes == 1 or common == num_generations:
         return ""
@@ -183,7 +183,7 @@ def loss_in_parts(run: Run, limits: RowsPerPass, model: nn.Module, batch: Batch,
         run: options and processes.
         limits: limits of the rows of a pass.
         model: argument of TRL's `_compute_loss`.
-        batch: the micro-batch; old log-probabilities that the parts have given are added to it.
+        batch: the micro-batch; it gets the old log-probabilities that its parts compute.
         compute: returns the loss of a part, and leaves its gradient to be computed.
     """
     parts, old_logps, accelerator = _split_rows(run, limits, batch), list[Tensor](), run.accelerator
@@ -215,7 +215,7 @@ def _accumulate(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
 
 
 def _split_rows(run: Run, limits: RowsPerPass, batch: Batch) -> list[list[int]]:
-    """Return the rows of each part, the same on every process: TRL gathers metrics of rows after each."""
+    """Divide rows into parts, equally on every process, because TRL gathers metrics of rows after each part."""
     count, accelerator = len(batch), run.accelerator
     memory, budget = limits.memory, run.args.max_tokens_per_micro_batch
     if budget is None and memory is None and (limits.most or count) >= count:
@@ -237,16 +237,16 @@ def _split_rows(run: Run, limits: RowsPerPass, batch: Batch) -> list[list[int]]:
 
     parts = pack_rows(count, load)
     if memory is not None and len(parts) > 1:
-        own = of_all[accelerator.process_index]
-        memory.measure([count_positions([own[row] for row in rows]) for rows in parts])
+        extents = of_all[accelerator.process_index]
+        memory.measure([count_positions([extents[row] for row in rows]) for rows in parts])
     return parts
 
 
 def _weigh_part(part: Batch, batch: Batch, loss_type: str) -> float:
-    """Return the weight of a part's mean loss in the mean of the micro-batch."""
+    """Return the weight by which a part's mean loss enters the micro-batch's mean."""
     if loss_type in PER_WINDOW:
         return 1.0
     if loss_type == "bnpo":
-        tokens, of_all = (float(each.valid.sum().clamp(min=1)) for each in (part, batch))
+        tokens, of_all = (float(source.valid.sum().clamp(min=1)) for source in (part, batch))
         return tokens / of_all
     return len(part) / len(batch)

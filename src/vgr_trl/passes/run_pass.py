@@ -38,27 +38,27 @@ from vgr_trl.signals.scoring import score as score_in_chunks
 
 
 def has_whole_weights(accelerator: Accelerator) -> bool:
-    """Whether each process has all weights, and no engine steps in their place."""
+    """Whether each process has all weights, and no engine such as DeepSpeed makes the step."""
     whole = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     return accelerator.distributed_type in whole
 
 
 def adapter_dtype(accelerator: Accelerator) -> torch.dtype | None:
-    """Return the type in which autocast computes with adapters; None without it, or with sharded weights."""
+    """Return autocast's type for adapters, or None without autocast or with sharded weights."""
     precision = accelerator.mixed_precision if has_whole_weights(accelerator) else "no"
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
 @contextmanager
 def cast_adapters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Compute with adapter weights cast once, with gradients to the weights, until the end of this block.
+    """Cast adapter weights once for this block; gradients flow to the weights.
 
     PEFT casts activations to float32 in front of float32 adapters, and autocast casts them and the weights back, in
     each of their layers, and again where a checkpoint recomputes them. The numbers are the same. Adapters with dropout,
     with a variant such as DoRA, or with weights of another type than float32 stay as they are.
 
     Args:
-        model: with or without adapters, also wrapped.
+        model: transformers model, with or without adapters, also wrapped.
         dtype: type in which autocast computes (`adapter_dtype`); None: nothing is cast.
     """
     layers = [module for module in model.modules() if type(module) is Linear] if dtype is not None else []
@@ -83,7 +83,7 @@ def cast_adapters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
 
 
 class Extent(NamedTuple):
-    """Tokens of a row's prompt and completion that run, 0 of the completion if the row does not, and its prompt."""
+    """Prompt and completion tokens of a row that run, no completion token of a skipped row, and its prompt's number."""
 
     prompt: int
     completion: int
@@ -108,10 +108,10 @@ def pack_rows(count: int, load: Callable[[Sequence[int]], float]) -> list[list[i
 
 
 def count_positions(extents: Sequence[Extent]) -> tuple[int, int]:
-    """Count the positions of a pass over some rows, with each prompt once, and with the prompt of every row."""
-    running = [extent for extent in extents if extent.completion]
-    completions, prompts = sum(each.completion for each in running), {each.group: each.prompt for each in running}
-    return sum(prompts.values()) + completions, sum(each.prompt for each in running) + completions
+    """Count the positions of a pass over some rows: with each prompt once, and with a prompt per row."""
+    running = [row for row in extents if row.completion]
+    completions, prompts = sum(row.completion for row in running), {row.group: row.prompt for row in running}
+    return sum(prompts.values()) + completions, sum(row.prompt for row in running) + completions
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Skipping:
         return valid & credited.any(1, keepdim=True) if self.rows else valid
 
     def extents(self, batch: Batch, groups: Sequence[int]) -> list[Extent]:
-        """Return the tokens that each row of a training batch computes, and the number of its prompt."""
+        """Return the `Extent` of each row of a training batch."""
         loss_mask, prompt_mask = self.loss_mask(batch), batch.prompt_mask
         if not self.features.share_training.enabled:  # TRL's pass computes padding, too
             return [Extent(prompt_mask.size(1), loss_mask.size(1), group) for group in groups]
@@ -160,7 +160,7 @@ class Skipping:
         return not self.features.skip_images.enabled and "pixel_values" in batch.images.tensors
 
     def lengths(self, batch: Batch, loss_mask: Tensor, config: Any) -> list[int]:
-        """Return the columns of each row's completion that run, (N,), 0 for rows that do not run; one row always runs.
+        """Return how many columns of each row's completion run, (N,), 0 for skipped rows; one row always runs.
 
         Args:
             batch: completions that are scored.
@@ -185,12 +185,12 @@ class Skipping:
 
 
 def last_column(read: Tensor) -> Tensor:
-    """Return the number of columns up to the last token to read, (N,), of (N, T) bool."""
+    """Return the number of columns up to each row's last token to read, (N,), from (N, T) bool."""
     return (read * torch.arange(1, read.size(1) + 1, device=read.device)).amax(1)
 
 
 def find_text(batch: Batch, config: Any) -> Batch | None:
-    """Return the end of a prompt and the first token of its completion as a batch of one row without images, or None.
+    """Cut three text tokens from a row, two of its prompt and one of its completion; return None without any.
 
     A micro-batch without loss runs it where all parameters have to take part.
 
@@ -265,7 +265,7 @@ def run_pass(run: Run, model: nn.Module, batch: Batch, want: Want, *, purpose: P
         nullcontext() if run.dummy_image is None else run.dummy_image.around(model, False),
     ):
         scores = score_in_chunks(model, batch, want, compute=partial(_compute, run), rows_per_pass=rows)
-    return replace(scores, values=scores.logps) if purpose is Purpose.CRITIC else scores  # its head gives values
+    return replace(scores, values=scores.logps) if purpose is Purpose.CRITIC else scores  # its head returns values
 
 
 def _compute(run: Run, model: nn.Module, batch: Batch, want: Want) -> Computed:
@@ -323,11 +323,11 @@ def _lay_out(run: Run, model: nn.Module, batch: Batch, want: Want) -> tuple[Row,
         text = find_text(batch, base.config) if is_empty else None
         batch = batch if text is None else text
         lengths = [1] if text is not None else skipping.lengths(batch, tokens, base.config)
-    given = drop_empty_images(batch.model_inputs)
+    inputs = drop_empty_images(batch.model_inputs)
     try:
-        check_inputs(given, base.config)
-        split = find_split(given, base.config, batch.width - 1)
-        return lay_out(base, given, split, lengths)
+        check_inputs(inputs, base.config)
+        split = find_split(inputs, base.config, batch.width - 1)
+        return lay_out(base, inputs, split, lengths)
     except UnsupportedModel:
         if run.trains:
             run.sharing.add(len(batch), len(batch))

@@ -134,14 +134,14 @@ def wait_for_gloo() -> None:
 
 
 def _gloo_thread_states() -> list[str]:
-    """Return the state of each thread of gloo (Linux), and how often it was scheduled."""
-    found: list[str] = []
+    """Return state and scheduling counts of gloo's threads, on Linux."""
+    states: list[str] = []
     for status in sorted(Path("/proc/self/task").glob("*/status")):
         with suppress(OSError):  # the thread has ended
             name, *lines = status.read_text().splitlines()
             if name.endswith("pt_gloo_runloop"):
-                found += [line for line in lines if line.startswith(_STATUS_LINES)]
-    return found
+                states += [line for line in lines if line.startswith(_STATUS_LINES)]
+    return states
 
 
 def _close() -> None:

@@ -43,7 +43,7 @@ def conversation_text(messages: Any) -> str:
     (seen with TRL 1.16). TRL prints the table, too, with characters that clear a terminal or reorder a line.
 
     Args:
-        messages: with a `role` and a `content`, a text or a list of parts; or a text.
+        messages: messages with a `role` and a `content`, a text or a list of parts; or a text.
 
     Returns:
         The content of a single message; several messages with their roles.
@@ -62,7 +62,7 @@ def flatten_conversations(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def keep_training_table(output_dir: str, step: int, evaluates: bool) -> Iterator[None]:
-    """Write the table of completions of an evaluation to a file of its own, `…_eval`, in this block.
+    """Write an evaluation's table of completions to a separate file, `…_eval`, in this block.
 
     TRL 1.16 names both tables by the step, so that an evaluation would overwrite the table of training.
 
@@ -91,7 +91,7 @@ def warn_of_lost_table(metrics: Mapping[str, Any], logs_table: bool) -> Iterator
     TRL 1.16 clears the metrics once they are logged, then writes the table: earlier errors are raised.
 
     Args:
-        metrics: metrics of the trainer that wait to be logged.
+        metrics: unlogged metrics of the trainer.
         logs_table: whether the trainer writes the table.
     """
     try:
@@ -167,13 +167,13 @@ def merge_round_metrics(
     Means are weighted by completions; minima and maxima are kept.
 
     Args:
-        metrics: metrics of training that wait to be logged, of each rollout.
+        metrics: unlogged metrics of training, one value per rollout.
         table: columns of the table of completions.
         completions: number of completions of the batch in this process.
         processes: number of processes.
 
     Yields:
-        Number of completions of the batch and of each further round; the block appends those of its rounds.
+        Number of completions of the batch and of each further round; the block appends the numbers of its rounds.
     """
     rounds = [completions]
     before = {name: len(values) for name, values in metrics.items()}
@@ -185,12 +185,12 @@ def merge_round_metrics(
 
 
 def _merge_rounds(name: str, values: Sequence[float], counts: Sequence[int]) -> float:
-    known = [(value, count) for value, count in zip(values, counts, strict=True) if not math.isnan(value)]
-    if not known:
+    defined = [(value, count) for value, count in zip(values, counts, strict=True) if not math.isnan(value)]
+    if not defined:
         return math.nan
     if extreme := re.search(r"(?:^|[/_])(min|max)(?:[/_]|$)", name):
-        return (min if extreme[1] == "min" else max)(value for value, _ in known)
-    return sum(value * count for value, count in known) / sum(count for _, count in known)
+        return (min if extreme[1] == "min" else max)(value for value, _ in defined)
+    return sum(value * count for value, count in defined) / sum(count for _, count in defined)
 
 
 def replace_newest(values: deque[Any], newest: list[Any]) -> None:
@@ -272,8 +272,8 @@ def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) ->
     """Suppress image tokens in a trainer's generation, where TRL does not.
 
     Args:
-        trainer: constructed; generation by vLLM is unchanged, as in TRL.
-        installed: version of TRL; None: of the installed package.
+        trainer: constructed trainer; generation by vLLM is unchanged, as in TRL.
+        installed: version of TRL; None: the installed version.
     """
     model: Any = trainer.model
     token = getattr(model.config, "image_token_id", None)
@@ -304,14 +304,14 @@ def let_decoding_compile(args: DAPOConfig, config: GenerationConfig, accelerator
 
 @contextmanager
 def let_models_with_processors_batch(trainer: GRPOTrainer, args: DAPOConfig) -> Iterator[None]:
-    """Construct a trainer in this block without its check of continuous batching, and switch it on behind the block."""
+    """Construct a trainer in this block without TRL's check of continuous batching; switch it on afterwards."""
     with patched_attribute(args, "use_transformers_continuous_batching", False):
         yield
     if args.use_transformers_continuous_batching:
-        from transformers.generation import ContinuousBatchingConfig  # which older releases lack
+        from transformers.generation import ContinuousBatchingConfig  # older releases lack it
 
-        given: Any = args.transformers_continuous_batching_config
-        config = ContinuousBatchingConfig(**{"max_memory_percent": 0.5, **(given or {})})  # TRL's default
+        options: Any = args.transformers_continuous_batching_config
+        config = ContinuousBatchingConfig(**{"max_memory_percent": 0.5, **(options or {})})  # TRL's default
         trainer.use_transformers_continuous_batching, trainer.continuous_batching_config = True, config
 
 
@@ -402,14 +402,14 @@ def process_with_options(processor: Any) -> AbstractContextManager[None]:
 
 
 def find_types(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the token types of tokens (N, S) under each name that a model accepts."""
+    """Derive token types from tokens (N, S), under each name that a model accepts."""
     causal = causal_model(model)
     types, taken = is_image_token(ids, causal.config).long(), signature(type(causal).forward).parameters
     return {name: types for name in TOKEN_TYPES if name in taken}
 
 
 def mark_images(model: nn.Module, batch: Batch) -> Batch:
-    """Return a batch with the token types of its image tokens, under each name that the model accepts."""
+    """Add token types that mark image tokens to a batch, under each name that the model accepts."""
     return batch.with_columns(**dict.fromkeys(TOKEN_TYPES) | find_types(model, batch.ids))
 
 
@@ -439,11 +439,11 @@ def mark_turn(model: nn.Module, prompt_ids: Sequence[Sequence[int]], fields: Map
 
 def forget_fused_head(model: Any) -> None:
     """Give a model its own forward pass back, before TRL wraps it; accelerate may have wrapped TRL's."""
-    own = vars(causal_model(model))
-    forward = own.get("_original_forward", own.get("forward"))
+    attributes = vars(causal_model(model))
+    forward = attributes.get("_original_forward", attributes.get("forward"))
     if getattr(forward, "__globals__", {}).get("__name__", "").startswith("trl."):
-        own.pop("forward")
-        own.pop("_original_forward", None)
+        attributes.pop("forward")
+        attributes.pop("_original_forward", None)
 
 
 # Prompts that are not padded.
@@ -457,5 +457,5 @@ PADDING = {"Gemma4Processor", "Gemma4UnifiedProcessor"}
 def keep_prompts_unpadded(trainer: GRPOTrainer) -> None:
     """Tell a processor that pads by default not to pad prompts."""
     if PADDING.intersection(kind.__name__ for kind in type(trainer.processing_class).__mro__):
-        given: Any = trainer.chat_template_kwargs
-        trainer.chat_template_kwargs = {"padding": False, **given}
+        options: Any = trainer.chat_template_kwargs
+        trainer.chat_template_kwargs = {"padding": False, **options}

@@ -76,7 +76,7 @@ def name_weights_as_saved(generation: Any, policy: Any) -> None:
     generation._iter_named_params = named
 
 
-# Families that vLLM does not serve. Its error lists all those it does.
+# Families that vLLM does not serve. Its error lists all families that it serves.
 
 UNSERVED = re.compile(r"Model architectures \['(\w+)'.*?\] are not supported")
 
@@ -87,9 +87,9 @@ def naming_unserved_model() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if not (found := UNSERVED.search(str(error))):
+        if not (match := UNSERVED.search(str(error))):
             raise
-        raise ConfigError(f"The installed vLLM does not serve {found[1]}: set use_vllm=False.") from error
+        raise ConfigError(f"The installed vLLM does not serve {match[1]}: set use_vllm=False.") from error
 
 
 # Prompts with images, as vLLM's own processor expects them.
@@ -112,7 +112,7 @@ class TextProcessor:
     processor: Any
 
     def apply_chat_template(self, conversation: Any, *, return_dict: bool = False, **options: Any) -> Any:
-        """Return the tokens of each conversation, as the processor does, which adds special tokens by the same rule."""
+        """Tokenize conversations like the processor, which adds special tokens by the same rule."""
         text = self.processor.apply_chat_template(conversation, **{**options, "tokenize": False})
         texts = [text] if isinstance(text, str) else text
         tokenizer = self.processor.tokenizer
@@ -145,8 +145,8 @@ class UnexpandedPrompts:
             if images is None:
                 return plain(prompts, None, num_generations, profiler)
             read, *rest = plain([self.unexpand(ids) for ids in prompts], images, num_generations, profiler)
-            for ids, others in zip(prompts, read, strict=True):
-                self.refuse_other_images(ids, others)
+            for ids, answered_ids in zip(prompts, read, strict=True):
+                self.refuse_other_images(ids, answered_ids)
             return read, *rest
 
         generation.generate = generate
@@ -160,27 +160,27 @@ class UnexpandedPrompts:
             yield
 
     def unexpand(self, ids: Sequence[int]) -> list[int]:
-        """Return the tokens of a row for vLLM: its prompt or the last turn's row, own tokens, tool messages."""
+        """Return a row's tokens for vLLM: its prompt or its last turn's row, generated tokens, tool messages."""
         row = tuple(ids)
         lengths = sorted({*map(len, self.texts)}, reverse=True)
         start = next((length for length in lengths if row[:length] in self.texts), 0)
         end = next((length for length in lengths if length <= len(row) - start and row[-length:] in self.texts), 0)
-        own = row[start : len(row) - end]
-        given = [*self.texts.get(row[:start], ()), *own, *(self.texts[row[-end:]] if end else ())]
-        self.texts[row] = given
-        return given
+        generated = row[start : len(row) - end]
+        tokens = [*self.texts.get(row[:start], ()), *generated, *(self.texts[row[-end:]] if end else ())]
+        self.texts[row] = tokens
+        return tokens
 
     def refuse_other_images(self, ids: Sequence[int], read: Sequence[int]) -> None:
-        """Raise `ConfigError` if vLLM has read a prompt of another length than the processor's."""
+        """Raise `ConfigError` if vLLM has read a prompt of another length than the processor wrote."""
         if len(ids) != len(read):
-            found = f"vLLM reads a prompt with images as {len(read)} tokens, but {type(self.processor).__name__}"
+            mismatch = f"vLLM reads a prompt with images as {len(read)} tokens, but {type(self.processor).__name__}"
             sizes = "start the server with the image sizes of that processor (--mm-processor-kwargs), or "
             cure = f"{sizes if self.is_server else ''}set use_vllm=False"
-            raise ConfigError(f"{found} writes {len(ids)}, which training uses: {cure}.")
+            raise ConfigError(f"{mismatch} writes {len(ids)}, which training uses: {cure}.")
 
 
 def plan_unexpanded_prompts(generation: Any, processor: Any) -> UnexpandedPrompts | None:
-    """Return the object that gives vLLM unexpanded prompts; None: this release of TRL does so itself."""
+    """Build the object that gives vLLM unexpanded prompts, or return None if this release of TRL does so itself."""
     if "vllm_prompt_ids" in signature(GRPOTrainer._generate_single_turn).parameters:
         return None
     return UnexpandedPrompts(generation, processor)
@@ -214,9 +214,9 @@ class ImagesOfPrompts:
             answers = [*pool.map(lambda ids, of_row: self.ask(ids, of_row, sampling), prompts, images)]
         choices = [choice for answer in answers for choice in answer["choices"]]
         logprobs, tokens = vllm_client.parse_logprobs([choice["logprobs"] for choice in choices])
-        found = {"logprobs": logprobs, "logprob_token_ids": tokens}
-        found["prompt_ids"] = [answer["prompt_token_ids"] for answer in answers]
-        return {**found, "completion_ids": [choice["token_ids"] for choice in choices]}
+        outputs = {"logprobs": logprobs, "logprob_token_ids": tokens}
+        outputs["prompt_ids"] = [answer["prompt_token_ids"] for answer in answers]
+        return {**outputs, "completion_ids": [choice["token_ids"] for choice in choices]}
 
     def ask(self, ids: Sequence[int], images: Sequence[Any] | None, sampling: dict[str, Any]) -> Any:
         """Return the server's answer to a prompt.
@@ -234,12 +234,12 @@ class ImagesOfPrompts:
             cure = "start a release from 0.30 on, with --enable-scale-out"
             raise VLLMServerError(f"The vLLM server at {url} takes no images beside tokens: {cure}.")
         if not answer:
-            found = f"{got.status_code}, {' '.join(got.text.split())[:400]}"
-            raise VLLMServerError(f"The vLLM server at {url} refuses a prompt with images: {found}")
+            response = f"{got.status_code}, {' '.join(got.text.split())[:400]}"
+            raise VLLMServerError(f"The vLLM server at {url} refuses a prompt with images: {response}")
         return answer
 
     def flatten_transparency(self, image: Image.Image) -> Image.Image:
-        """Return an image as the processor reads it: some put transparent pixels on white, as a server does."""
+        """Flatten an image's transparency like the processor; some put it on white, like a server."""
         if self.read is None or (image.mode == "RGB" and "transparency" not in image.info):
             return image
         return Image.fromarray(np.asarray(self.read(image, do_convert_rgb=True)).transpose(1, 2, 0))
@@ -286,20 +286,20 @@ def answers_of_server(generation: Any, step: int) -> Iterator[None]:
         if isinstance(error, VLLMServerError) or not (isinstance(error, OSError) or type(error) is Exception):
             raise  # errors of requests are OSErrors; TRL raises `Exception` for an answer other than 200
         url = generation.vllm_client.base_url
-        found = f"did not answer in step {step} ({error_text(error)})"
+        problem = f"did not answer in step {step} ({error_text(error)})"
         cure = "start it again, then continue with --resume_from_checkpoint"
-        raise VLLMServerError(f"The vLLM server at {url} {found}: {cure}.") from error
+        raise VLLMServerError(f"The vLLM server at {url} {problem}: {cure}.") from error
 
 
 def check_answer(url: str, asked: dict[str, Any], answer: Any) -> Any:
-    """Return a server's answer with a `token` for every `token_id`, if it has all completions that were asked for.
+    """Check that a server's answer is complete; return it with a `token` for every `token_id`.
 
     TRL counts completions from the first one on, so that a missing one would shift those of later prompts.
 
     Args:
         url: address of the request.
-        asked: the request, for completions of several prompts, or of one with images; others are not checked.
-        answer: the server's.
+        asked: the request, for completions of several prompts, or of one with images; other requests are not checked.
+        answer: answer of the server.
 
     Raises:
         VLLMServerError: a completion is missing, empty, too long, of another prompt, or without its log-probabilities.
@@ -323,7 +323,7 @@ def check_answer(url: str, asked: dict[str, Any], answer: Any) -> Any:
 
 
 def fill_texts(logprobs: dict[str, Any]) -> dict[str, Any]:
-    """Add a `token` for every `token_id` to the log-probabilities of a completion, the likeliest tokens included."""
+    """Add a `token` for every `token_id` in a completion's log-probabilities, also of its most likely tokens."""
     if "content" not in logprobs:
         return logprobs
     content = [

@@ -17,7 +17,7 @@ from vgr_trl.reporting.console import QUANTITIES, VERDICTS, color_tokens, format
 from vgr_trl.reporting.records import Completion, Run, read_run, read_thumbnail, records_folder, refuse_unwritable
 
 IMAGE_SIDE = 224  # longer side of an image, in pixels
-MAX_OPACITY = 0.8  # of the shade over a cell without attention
+MAX_OPACITY = 0.8  # opacity of the shade over a cell without attention
 _ENVIRONMENT = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
 _ENVIRONMENT.filters |= {"number": format_number, "text": lambda text: printable(text).replace("\n", "↵\n")}
 _TEMPLATE = _ENVIRONMENT.from_string(Path(__file__).with_name("completion.html").read_text(encoding="utf-8"))
@@ -42,7 +42,7 @@ def show_completion(
     they get, relative to the cell with the most.
 
     Args:
-        completion: from a record of `vgr_trl.reporting.records.read_run`.
+        completion: completion of a record that `vgr_trl.reporting.records.read_run` reads.
         run_folder: `output_dir` of the run, for the thumbnails.
         color_by: `vgr`, `weights`, `dependency`, `advantages`, `entropies` or `logps`.
         token: index of the token whose attention to show, negative from the end; None: mean over all tokens.
@@ -54,14 +54,14 @@ def show_completion(
         raise ConfigError(f"color_by is {color_by!r}: give {', '.join(QUANTITIES)}.")
     count = len(completion.tokens)
     check_value("token", token, int | None, ge=-count, lt=count)
-    known = [value for value in completion.per_token()[color_by] or () if value is not None]
+    defined = [value for value in completion.per_token()[color_by] or () if value is not None]
     html = _TEMPLATE.render(
         completion=completion,
         rewards=format_rewards(completion),
         verdict=VERDICTS[completion.correct],
         quantity=QUANTITIES[color_by],
         tokens=color_tokens(completion, color_by),
-        range=[min(known), max(known)] if known else None,
+        range=[min(defined), max(defined)] if defined else None,
         colours=",".join(map(position_colour, (-1.0, 0.0, 1.0))),
         images=_build_images(completion, records_folder(Path(run_folder)), token),
         of="all tokens" if token is None else f"token {token % count}",
@@ -71,7 +71,7 @@ def show_completion(
 
 
 def _build_images(completion: Completion, folder: Path, token: int | None) -> list[dict[str, Any]]:
-    """Return per image: thumbnail, size, grid, and each cell's share of total and of maximum attention."""
+    """Describe each image: thumbnail, size, grid, and each cell's share of total and of maximum attention."""
     cells = [image.grid[0] * image.grid[1] if image.grid else 0 for image in completion.images]
     attention: list[float] = []  # per cell of all images, of one token or averaged over tokens
     if completion.attention is not None and all(cells) and completion.tokens:
@@ -99,7 +99,7 @@ def to_pandas(run: str | Path | Run) -> pd.DataFrame:
     and `credit/<name>` of own signals and credit rules. What was not measured is missing.
 
     Args:
-        run: as `read_run` returns it, or its `output_dir`.
+        run: return value of `read_run`, or an `output_dir`.
     """
     run = run if isinstance(run, Run) else read_run(run)
     tables = [
@@ -119,7 +119,7 @@ def _token_columns(completion: Completion) -> dict[str, Any]:
 
 
 def export_run(run: Path, output: Path) -> int:
-    """Write the table of `to_pandas` as CSV or Parquet, by the ending of `output`; return the number of rows.
+    """Write the `to_pandas` table as CSV or Parquet, by the ending of `output`; return the number of rows.
 
     CSV is for terminals and spreadsheets: text is `printable`, and an apostrophe is put before what would be a formula.
 

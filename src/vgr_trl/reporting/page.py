@@ -79,7 +79,7 @@ def write_report(
         runs: folders of runs (`output_dir`, or `rollouts` in it), and JSON files of `vgr-trl evaluate`.
         path: file of the page, which is written atomically; its folder is created.
         max_megabytes: maximum size of the page, in [1, 100].
-        names: names of the runs, in order; by default as recorded, else those of their folders.
+        names: names of the runs, in order; by default the recorded names, or else the names of their folders.
         live: interval in seconds at which the page reloads itself; None: it does not.
 
     Raises:
@@ -91,7 +91,7 @@ def write_report(
     if names is not None and len(names) != len(runs):
         raise ConfigError(f"There are {len(names)} names for {len(runs)} runs: give one name per run, in order.")
     template, path = load_template(), Path(path)
-    refuse_unwritable(path, "output", mark=b'"vgr-trl')  # of a `<meta>`
+    refuse_unwritable(path, "output", mark=b'"vgr-trl')  # begins a value of a `<meta>` tag
     max_bytes = int((max_megabytes * MEGABYTE - len(template.encode())) * 3 / 4) - 1024  # base64: 4 letters for 3 bytes
     pages, images = build_pages([Path(run) for run in runs], max_bytes, names)
     packed = zlib.compress(encode_json({"version": 1, "live": live, "runs": pages, "images": images}), _ZLIB_LEVEL)
@@ -109,7 +109,7 @@ def load_template() -> str:
 def build_pages(
     paths: Sequence[Path], max_bytes: int, names: Sequence[str] | None = None
 ) -> tuple[list[Page], dict[str, str]]:
-    """Return the runs as the page reads them, and as many of their thumbnails (base64 by name) as fit.
+    """Convert runs to the page's format, with as many of their thumbnails (base64 by name) as fit.
 
     Args:
         paths: folders of runs, and files of `vgr-trl evaluate`.
@@ -142,7 +142,7 @@ def build_pages(
 
 
 def make_page(name: str, description: Mapping[str, Any], scores: Mapping[str, Any] | None = None) -> Page:
-    """Return a run as the page reads it, `Run` of `report_page/src/data.ts`, without curves and records.
+    """Describe a run as `Run` of `report_page/src/data.ts`, without curves and records.
 
     Args:
         name: unique among the runs of the page.
@@ -166,7 +166,7 @@ def read_setup(run: Run) -> dict[str, str]:
 
 
 def read_comparison(folder: Path) -> list[dict[str, Any]]:
-    """Return the scores before and after training that `vgr-trl demo` writes, of all questions and of each group."""
+    """Read the scores before and after training that `vgr-trl demo` writes, overall and per group."""
     try:
         content = to_json_value(read_object(folder / "metrics.json"))
         scores = {when: {"all": content[when], **content[when]["groups"]} for when in ("before", "after")}
@@ -201,15 +201,15 @@ def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[Answere
 
 
 def _parse_question(item: Mapping[str, Any]) -> AnsweredQuestion:
-    """Return the greedy and sampled completions of a question as JSON objects, and its thumbnails."""
+    """Parse a question's greedy and sampled completions, as JSON objects, and its thumbnails."""
     prompt, images = str(item.get("prompt") or item.get("problem") or ""), item.get("images", [])
     thumbnails = {img["file"]: img["thumbnail"] for img in images if is_webp(base64.b64decode(img["thumbnail"]))}
     question, solution = question_id(prompt, sorted(thumbnails)), item.get("solution")
     pictures = [RecordedImage(image["file"], image["width"], image["height"]) for image in images]
     greedy = item["greedy"], item["correct"], item["format"], "greedy"
-    others = zip(item["sampled"], item["correct_sampled"], item["format_sampled"], strict=True)
+    samples = zip(item["sampled"], item["correct_sampled"], item["format_sampled"], strict=True)
     completions = []
-    for text, right, form, drawn in (greedy, *((*other, "sampled") for other in others)):
+    for text, right, form, drawn in (greedy, *((*sample, "sampled") for sample in samples)):
         completion = Completion(question, 0, prompt, text, [text], None if solution is None else str(solution))
         completion.correct, completion.images = None if right is None else right == 1, pictures
         completion.rewards = {"format": form} | (item.get("rewards", {}) if drawn == "greedy" else {})
@@ -223,7 +223,7 @@ def add_answers(answered: Sequence[AnsweredQuestion], page: Page, images: dict[s
     Args:
         answered: questions with their completions and thumbnails.
         page: receives one record with all completions.
-        images: thumbnails of the page in base64, by name; receives those of the questions.
+        images: thumbnails of the page in base64, by name; the questions' thumbnails are added.
         max_bytes: maximum of the bytes used.
     """
     left, shown = max_bytes, list[dict[str, Any]]()
@@ -259,16 +259,16 @@ def add_curves(page: Page, folder: Path) -> None:
                 points.setdefault(key, {})[entry.step] = to_json_value(value)
     for (name, mode), by_step in points.items():
         steps = sorted(by_step)
-        known = [(step, value) for step in steps if (value := by_step[step]) is not None]
-        if not known:
+        defined = [(step, value) for step in steps if (value := by_step[step]) is not None]
+        if not defined:
             continue
         page["curves"].append({"name": name, "mode": mode, "steps": steps, "values": [by_step[step] for step in steps]})
         if ACCURACY_PATTERN.search(name):
-            (first, before), (last, after) = known[0], known[-1]
+            (first, before), (last, after) = defined[0], defined[-1]
             if mode == "eval" and after < before:
                 fall = f"{100 * before:.1f} % → {100 * after:.1f} %"
                 signs.append((last, f"evaluation accuracy is below that of step {first}: {fall}"))
-            if max(value for _, value in known) < 0.01:
+            if max(value for _, value in defined) < 0.01:
                 where = "evaluation" if mode == "eval" else "training"
                 signs.append((last, f"{where} accuracy is 0 throughout"))
     page["signs"] = [{"step": step, "seen": seen} for step, seen in signs]
@@ -300,7 +300,7 @@ def add_records(run: Run, page: Page, images: dict[str, str], max_bytes: int) ->
     Args:
         run: run whose records to read.
         page: receives the records.
-        images: thumbnails of the page in base64, by name; receives those of the records.
+        images: thumbnails of the page in base64, by name; the records' thumbnails are added.
         max_bytes: maximum of the bytes used.
     """
     if not run.steps():

@@ -75,7 +75,7 @@ from vgr_trl.views.regions import boxes_in_pixels
 
 logger = logging.get_logger(__name__)
 THUMBNAIL_SIDE = 256  # maximum, in pixels
-WEBP_QUALITY = 80  # of 100: about 5 kB for a photograph of that size
+WEBP_QUALITY = 80  # out of 100: about 5 kB for a photograph of that size
 _SEGMENT_METRIC = re.compile(rf"attention/(\w+)/({'|'.join(ATTENTION_QUANTITIES)})")
 Grid = tuple[int, int]
 Decode = Callable[[list[int]], Any]  # a tokenizer's, with special tokens and without clean-up
@@ -83,7 +83,7 @@ Decode = Callable[[list[int]], Any]  # a tokenizer's, with special tokens and wi
 
 @dataclass
 class RecordedRow:
-    """A recorded row: its index among the rows of all processes, its completion, and thumbnails by name."""
+    """A recorded row: its index over all processes, its completion, and thumbnails by name."""
 
     place: int
     completion: Completion
@@ -355,7 +355,7 @@ def read_row_images(
 
 
 def record_image(image: Image.Image, thumbnails: dict[str, bytes], grid: Grid | None = None) -> RecordedImage:
-    """Return an image as it is recorded; add a thumbnail of at most 256 pixels per side, on white if transparent.
+    """Describe an image; add its thumbnail of at most 256 pixels per side, on white if transparent.
 
     Args:
         image: any image; equal images get the same name.
@@ -378,7 +378,7 @@ def find_image_grids(images: RowImages, row: int, processor: Any, num_vision: in
     Supported: grids from processors of the Qwen family, and square grids of equal images without tiles.
 
     Args:
-        images: of a batch.
+        images: images of a batch.
         row: index in the batch.
         processor: processor of the model; its image processor says how many patches per side `image_grid_thw` merges.
         num_vision: vision tokens of the row's prompt; None if unknown.
@@ -470,7 +470,7 @@ def prompt_text(ids: Sequence[int], vision_token_ids: Sequence[int], decode: Dec
 
 
 def completion_measurements(signals: RolloutSignals, length: int, options: Any) -> dict[str, Any]:
-    """Return the measurements of one completion, with `length` tokens, by attribute of `Completion`.
+    """Collect a completion's measurements by attribute of `Completion`.
 
     Args:
         signals: signals of this row, (1, T).
@@ -485,16 +485,16 @@ def completion_measurements(signals: RolloutSignals, length: int, options: Any) 
         segments = measure_segments(mass, options.attention_segments, options.mdi_balance_ratio)
         measured["metrics"] = reward_columns(segments)["attention_metrics"][0]
 
-    def known(values: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    def rows_of(values: Mapping[str, Tensor | None]) -> dict[str, Any]:
         rows = {name: value[0, :length] for name, value in values.items() if value is not None}
         return {name: row.tolist() for name, row in rows.items() if not row.isnan().all()}  # all NaN if not measured
 
-    own = {name: value for name, value in signals.extra.items() if name not in {REWARD_FILE_WEIGHTS, *columns}}
-    return measured | known(columns) | {"signals": known(own)}
+    extra = {name: value for name, value in signals.extra.items() if name not in {REWARD_FILE_WEIGHTS, *columns}}
+    return measured | rows_of(columns) | {"signals": rows_of(extra)}
 
 
 def find_accuracy(values: Mapping[str, Any]) -> Any:
-    """Return the value of the accuracy reward, given values by the name of the reward; None without that reward."""
+    """Find the accuracy reward among values by reward name; None without that reward."""
     return next((value for name, value in values.items() if name.startswith("accuracy")), None)
 
 

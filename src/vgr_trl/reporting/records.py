@@ -38,7 +38,7 @@ _THUMBNAIL_PATTERN = re.compile(rb'"images/(\w+\.webp)"')
 DAMAGED_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # raised by JSON of another shape
 # Types of entries of `run.json`; other entries are shown as text.
 _TYPES = {"version": int, "rewards": list[str], "options": dict, "changed": list[str] | None, "setup": dict[str, str]}
-_PER_TOKEN = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes")  # of `Completion`
+_PER_TOKEN = ("weights", "dependency", "vgr", "advantages", "entropies", "logps", "changes")  # fields of `Completion`
 _MAX_FILES = 16  # number of record files that share `max_bytes`
 
 
@@ -117,11 +117,11 @@ class Completion:
         changes: change of the log-probability when the image is perturbed, in nats.
         signals: own signals of the run by name, per token.
         credit: weights of the credit rules by name, per token; a filter gives 0 and 1.
-        rewards: by name, unweighted.
+        rewards: unweighted rewards by name.
         reward: weighted sum of the rewards.
         advantage: advantage of the completion, before credit is assigned to tokens.
         correct: whether the accuracy reward is 1; None without an accuracy reward.
-        metrics: by segment of layers, then by quantity.
+        metrics: attention quantities by segment of layers, then by name.
         images: images of the prompt, in order, then the images that tools returned.
         attention: attention over the vision tokens of all images, averaged over heads and the layers that rewards use.
         replaced: whether another group replaced the group of this completion, which was then not trained on.
@@ -162,7 +162,7 @@ class Completion:
         return [index for turn in self.turns for index in range(turn.start, turn.stop)] or [*range(len(self.tokens))]
 
     def per_token(self) -> dict[str, Numbers | None]:
-        """Return all lists of T numbers by name; own signals are `signal/<name>`, credit rules `credit/<name>`."""
+        """Return all lists of T numbers by name; named signals are `signal/<name>`, credit rules `credit/<name>`."""
         columns = {name: vars(self)[name] for name in _PER_TOKEN}
         columns |= {f"signal/{name}": values for name, values in self.signals.items()}
         return columns | {f"credit/{name}": values for name, values in self.credit.items()}
@@ -176,7 +176,7 @@ class Record:
         step: optimizer steps before the completions were generated.
         mode: `train` or `eval`.
         time: Unix time, in seconds.
-        reward_weights: by the name of the reward, as in `Completion.reward`.
+        reward_weights: weights by reward name, from which `Completion.reward` was computed.
     """
 
     step: int
@@ -391,7 +391,7 @@ def read_run(path: str | Path) -> Run:
 
 
 def find_identity(model: Path) -> Path | None:
-    """Return `IDENTITY_FILE` of the run that a model folder is from: its `output_dir`, or a folder in it."""
+    """Read the `IDENTITY_FILE` of a model's run; the model folder is its `output_dir`, or inside it."""
     files = [folder / IDENTITY_FILE for folder in (model, model.absolute().parent) if model.is_dir()]
     return next(filter(Path.is_file, files), None)
 

@@ -307,7 +307,7 @@ class RewardCalls:
         return called
 
     def count_undefined(self, rewards: "Tensor") -> dict[str, float]:
-        """Return the metrics of the rewards of all processes, (N of all, F), that do not apply: that are NaN."""
+        """Count rewards that do not apply (NaN), as metrics; `rewards` is (N of all processes, F)."""
         metrics = {}
         for reward, name, undefined in zip(self.functions(), self.names, rewards.isnan().T, strict=True):
             metrics[f"rewards/{name}/not_applicable"] = undefined.float().mean().item()
@@ -321,8 +321,8 @@ class RewardCalls:
             return
         self._first.append(rewards.T.tolist())
         for reward, name, *values in zip(self.functions(), self.names, *self._first, strict=True):
-            value, *others = chain(*values)
-            is_constant = len(self._first) == 2 and all(other == value for other in (value, *others))  # NaN is not
+            value, *further = chain(*values)
+            is_constant = len(self._first) == 2 and all(later == value for later in (value, *further))  # NaN is not
             if is_constant and not is_from(reward, "vgr_trl", "trl"):
                 shown = ", ".join(column for column in columns if not column.startswith("__"))
                 got = f"the completion {excerpt(completion)} and the columns {shown}, among others"

@@ -135,7 +135,7 @@ def _has_faults(text: str) -> bool:
     return not pairs or len(text.rpartition("<answer>")[2].partition("</answer>")[0].strip()) >= 1000
 
 
-_WITHOUT_FILLERS = str.maketrans("", "", "\u115f\u1160\u3164\uffa0")  # of Hangul: letters in Unicode, but invisible
+_WITHOUT_FILLERS = str.maketrans("", "", "\u115f\u1160\u3164\uffa0")  # Hangul fillers, invisible letters in Unicode
 _TAG_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _TAG = re.compile(r"</?\w+>")
 _WELL_FORMED = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
@@ -292,8 +292,8 @@ class WholeGroups:
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
         """Return the rewards of the local completions; every process gathers exactly once, also without rows."""
-        own = {name: list(kwargs[name]) for name in (*self.required, *self.optional) if kwargs.get(name) is not None}
-        parts = self.gather([(list(completions), own)])
+        inputs = {name: list(kwargs[name]) for name in (*self.required, *self.optional) if kwargs.get(name) is not None}
+        parts = self.gather([(list(completions), inputs)])
         for process, (_, columns) in enumerate(parts):
             if missing := [name for name in self.required if name not in columns]:
                 lacks = f"On process {process} {self.__name__} lacks the column {missing[0]!r}"
@@ -327,7 +327,7 @@ def group_size(count: int, num_generations: Any) -> int:
 
     Args:
         count: completions, over all processes.
-        num_generations: as TRL passes it, or as a column of the data.
+        num_generations: completions per prompt, passed by TRL or as a column of the data.
 
     Raises:
         RewardError: the completions are not whole groups.
@@ -389,7 +389,7 @@ def vgr_hard_negative_reward(
     Args:
         completions: N completions, the G of a prompt one after another.
         vgr: VGR of each; None or NaN where undefined.
-        solution: as `accuracy_reward` takes it, as well as the columns `choices` and `label_idx`.
+        solution: see `accuracy_reward`, as for the columns `choices` and `label_idx`.
         num_generations: G.
         kwargs: further arguments of TRL.
 
@@ -512,7 +512,7 @@ def scale_by_accuracy(rewards: Iterable[Any]) -> list[Any]:
     Completions without accuracy do not count; if no accuracy is known, the reward is None.
 
     Args:
-        rewards: reward functions; those that are not attention rewards are returned unchanged.
+        rewards: reward functions; all but attention rewards are returned unchanged.
 
     Raises:
         RewardError: when called, if the rows have no answers.
@@ -533,10 +533,10 @@ def _scale_reward(reward: Any) -> Any:
         accuracy = accuracy_reward(completions, **kwargs)
 
         def score_group(rows: range) -> list[float | None]:
-            known = [value for row in rows if (value := accuracy[row]) is not None]
-            if not known:
+            defined = [value for row in rows if (value := accuracy[row]) is not None]
+            if not defined:
                 return [None] * len(rows)
-            scale = 2 * statistics.pstdev(known)
+            scale = 2 * statistics.pstdev(defined)
             return [None if rewards[row] is None else middle + scale * (rewards[row] - middle) for row in rows]
 
         return _map_groups(len(rewards), num_generations, score_group)

@@ -107,8 +107,8 @@ class ScoredFile:
             for key in sorted({key for row in scores for key in row}):
                 if values := [float(row[key]) for row in scores if isinstance(row.get(key), Real)]:
                     log(f"reward/{key}", sum(values) / len(values))
-        if (other := next((row for row in scores if self.key not in row), None)) is not None:
-            raise RewardError(f"{self.function.__name__} returned no {self.key!r}, but {', '.join(other)}: name one.")
+        if (lacking := next((row for row in scores if self.key not in row), None)) is not None:
+            raise RewardError(f"{self.function.__name__} returned no {self.key!r}, but {', '.join(lacking)}: name one.")
         return [row[self.key] for row in scores]
 
     def _score_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -238,7 +238,7 @@ def load_rewards(
         form = files.form if files is not None and ".py:" in str(spec) else None
         if is_easyr1_reward(reward, form) and isinstance(spec, str):
             reward = ScoredFile(reward, key or OVERALL, files or FileOptions(arguments=options or {}))
-            same = [other for other in rewards if isinstance(other, ScoredFile) and other.function is reward.function]
+            same = [file for file in rewards if isinstance(file, ScoredFile) and file.function is reward.function]
             reward.computed = same[0].computed if same else {}  # call the function once for all its scores
         elif key:
             raise RewardError(f"The reward {spec!r} asks for a score, but {name} returns one number: remove [{key}].")
@@ -253,10 +253,10 @@ def load_rewards(
             raise RewardError(f"The reward {spec} is named twice: name it once, with a larger weight.")
         rewards.append(reward)
     declared = filter(None, map(registries.declared_options, rewards))
-    known = {option.name for group in declared for option in fields(group)}
-    unknown = set(options or ()) - known
+    valid = {option.name for group in declared for option in fields(group)}
+    unknown = set(options or ()) - valid
     if unknown and not any(isinstance(reward, ScoredFile) for reward in rewards):
-        names, accepted = ", ".join(map(reward_name, rewards)), ", ".join(sorted(known)) or "none, as none is declared"
+        names, accepted = ", ".join(map(reward_name, rewards)), ", ".join(sorted(valid)) or "none, as none is declared"
         raise RewardError(f"The reward {names} has no option {unknown.pop()!r}: give {accepted}.")
     return rewards
 

@@ -35,7 +35,7 @@ class Group:
         rewards: (G,) float32, on the CPU: weighted sums without the KL penalty; NaN for a completion without a reward.
         step: global step of its generation.
         holder: process that has the rows.
-        rows: on the CPU, trimmed to the group's longest prompt and completion; None on other processes.
+        rows: rows on the CPU, trimmed to the group's longest prompt and completion; None on other processes.
     """
 
     advantages: Tensor
@@ -53,7 +53,7 @@ def cut_groups(rollout: Rollout, wanted: Sequence[int], pad_token_id: int, step:
     TRL omits from an on-policy batch.
 
     Args:
-        rollout: its batch, signals and selection.
+        rollout: rollout with its batch, signals and selection.
         wanted: numbers of the groups, the same on every process.
         pad_token_id: pads rows of different lengths.
         step: global step of the rollout.
@@ -67,7 +67,7 @@ def cut_groups(rollout: Rollout, wanted: Sequence[int], pad_token_id: int, step:
     batch = Batch.of_columns(columns | {"advantages": None, "num_items": None}, rollout.batch.images)
     lengths = [mask.sum(1).tolist() for mask in (batch.prompt_mask, batch.completion_mask)]
     holders = {group: placement.holder(group) for group in wanted}
-    pieces: dict[int, list[Batch]] = defaultdict(list)  # of the groups that this process holds, its own piece first
+    pieces: dict[int, list[Batch]] = defaultdict(list)  # group that this process holds -> its pieces, the local first
     kept, sent = list[tuple[int, Batch]](), list[tuple[int, Batch]]()
     for group in wanted:
         if here := [row for row, _ in placement.here(group)]:
@@ -80,8 +80,8 @@ def cut_groups(rollout: Rollout, wanted: Sequence[int], pad_token_id: int, step:
             pieces[group].append(piece)
     whole = {group: join_batches(parts, pad_token_id=pad_token_id).stored() for group, parts in pieces.items()}
     advantages, rewards = (
-        each.detach().to("cpu", torch.float32).view(-1, placement.num_generations)
-        for each in (selection.advantages, selection.task_rewards)
+        flat.detach().to("cpu", torch.float32).view(-1, placement.num_generations)
+        for flat in (selection.advantages, selection.task_rewards)
     )
     return [
         Group(advantages[group].clone(), rewards[group].clone(), step, holder, whole.get(group))
@@ -128,7 +128,7 @@ def insert_groups(
 
 
 def _bring_rows(replacements: Mapping[int, Group], placement: Placement) -> dict[int, Batch]:
-    """Return the rows of the groups that this process trains on, with their advantages."""
+    """Fetch the rows of replacement groups that this process trains on, with their advantages."""
     travelling = [target for target, group in replacements.items() if list(placement.holders(target)) != [group.holder]]
     arrived = {target: group.rows for target, group in replacements.items()}
     if travelling:
@@ -217,7 +217,7 @@ class ReplayBuffer:
         self.groups.append(group)
         self.step = max(self.step, group.step)
         if len(self) > self.size:
-            del self.groups[int(self._priorities().argmin())]  # of equal priorities the oldest
+            del self.groups[int(self._priorities().argmin())]  # the oldest of equal priorities
         return True
 
     def sample(self, count: int) -> list[Group]:
@@ -264,7 +264,7 @@ def _unpack(saved: Mapping[str, Any]) -> Batch:
 
 
 def deal_groups(states: Sequence[Mapping[str, Any]], process_index: int, num_processes: int) -> dict[str, Any]:
-    """Return the buffer's state for one process of another number: all groups, every `num_processes`-th with its rows.
+    """Redistribute a saved buffer: a process knows all groups and holds the rows of every `num_processes`-th.
 
     Args:
         states: states of `ReplayBuffer.state_dict` from all processes of one checkpoint, in any order.
@@ -309,13 +309,13 @@ class Replay(ReplayBuffer, SavedState):
         """
         selection = rollout.selection
         size = selection.placement.num_generations
-        admitted = self.admits(*(each.cpu().view(-1, size) for each in (selection.advantages, selection.task_rewards)))
+        admitted = self.admits(*(flat.cpu().view(-1, size) for flat in (selection.advantages, selection.task_rewards)))
         kept = [group for group in selection.kept if admitted[group]]
         for group in [*cut_groups(rollout, kept, self._run.tokenizer.pad_token_id, self.step), *fresh]:
             self.add(group)
 
     def metrics(self, replaced_fraction: float) -> dict[str, float]:
-        """Return the metrics of the buffer, the same on every process; a collective call.
+        """Return the buffer's metrics, the same on every process; all processes call it.
 
         Args:
             replaced_fraction: share of the batch's groups that came from the buffer.
@@ -345,7 +345,7 @@ class Replay(ReplayBuffer, SavedState):
             logger.warning(f"The replay buffer of the checkpoint cannot be used and starts empty: {reason}.")
 
     def _contents(self) -> list[str]:
-        """Return the options that add columns to stored groups and are on, and the names of their measurements."""
+        """Return the active options that add columns to stored groups, and the names of their measurements."""
         args, measurement = self._run.args, self._run.measurement
         options = {
             "beta": args.beta != 0,
@@ -358,7 +358,7 @@ class Replay(ReplayBuffer, SavedState):
         return [*(name for name, is_on in options.items() if is_on), *needed, *rules]
 
     def _why_unusable(self, state: Mapping[str, Any]) -> str | None:
-        """Return why these options cannot train on the groups of a saved buffer, None if they can."""
+        """Return why this run cannot train on a saved buffer, or None if it can."""
         args = self._run.args
         if state["estimator"] != args.advantage_estimator:
             return f"advantage_estimator is {args.advantage_estimator}, and was {state['estimator']}"

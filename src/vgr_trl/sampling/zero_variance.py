@@ -37,11 +37,11 @@ Chosen = dict[int, tuple[Rollout, int]]  # group of the batch -> rollout and num
 
 @dataclass
 class GroupSelector:
-    """Selects the groups of rollouts that are trained on, and replaces others.
+    """Selects the groups of a rollout to train on, and replaces the others.
 
     Attributes:
         run: options and processes.
-        replay, further_prompts: stored groups and further prompts, which replace others; None where they are off.
+        replay, further_prompts: sources of replacement groups; None where they are off.
         generate: generates, scores and rewards further rows of the data.
         greedy_rewards: returns the rewards of a greedy completion of each row, (N of all, F), given their prompts.
         metrics: metrics of training that wait to be logged, of each rollout.
@@ -81,13 +81,13 @@ class GroupSelector:
             advantages = [value for source in rounds for value in source.selection.advantages.tolist()]
             replace_newest(self.table["advantages"], advantages)
         metrics |= self._replace_groups(rollout, chosen, replayed)
-        # The rewards of a filtered group differ: without this, one that nothing replaces would be trained on.
+        # The rewards of a filtered group differ: without this, an unreplaced filtered group would be trained on.
         of_rows = cast("Tensor", rollout.batch.advantages)
         rollout.batch = replace(rollout.batch, advantages=of_rows * rollout.with_gradient.to(of_rows.device))
         return metrics
 
     def _replace_groups(self, rollout: Rollout, chosen: Chosen, replayed: dict[int, Group]) -> dict[str, float]:
-        """Replace groups of a rollout by groups of further rounds and of the buffer; return metrics."""
+        """Insert groups from further rounds and from the buffer into a rollout; return metrics."""
         run, replay, selection = self.run, self.replay, rollout.selection
         pad_token_id, metrics = run.tokenizer.pad_token_id, dict[str, float]()
         fresh = {place: cut_groups(source, [number], pad_token_id, run.step)[0]
@@ -145,7 +145,7 @@ class GroupSelector:
     def find_zero_variance(
         self, rollout: Rollout, weights: Tensor, bounds: tuple[float, float] | None = None
     ) -> GroupSelection:
-        """Estimate advantages and find the groups without a gradient; correct the advantages of batch and table.
+        """Estimate advantages and find the groups without a gradient; update advantages in batch and table.
 
         Args:
             rollout: gets the selection, and the advantages of its batch.
@@ -191,14 +191,14 @@ class GroupSelector:
         return selection
 
     def greedy_baseline(self, rollout: Rollout, placement: Placement, weights: Tensor) -> Tensor:
-        """Return the reward of one greedy completion per prompt for ReMax, (num_groups,), the same on every process.
+        """Reward one greedy completion per prompt for ReMax, (num_groups,), the same on every process.
 
         The process with a prompt's first completion generates it. Rewards that compare a group count as 0; a
         completion without other rewards has no baseline (NaN). Every process generates equally many completions;
         nothing is logged.
 
         Args:
-            rollout: its rows and their conversations.
+            rollout: rollout with its rows and their conversations.
             placement: groups of the rollout on the processes.
             weights: (F,), weights of the reward functions.
         """
@@ -231,9 +231,9 @@ def divide_by_one_deviation(
     """
     selections = [rollout.selection for rollout in rounds]
     first, size = selections[0], selections[0].placement.num_generations
-    own = torch.ones(first.placement.num_groups, dtype=torch.bool, device=first.rewards.device)
-    own[[*first.filtered, *chosen, *replayed]] = False
-    rewards = [first.rewards.view(-1, size)[own].flatten()]
+    stays = torch.ones(first.placement.num_groups, dtype=torch.bool, device=first.rewards.device)
+    stays[[*first.filtered, *chosen, *replayed]] = False
+    rewards = [first.rewards.view(-1, size)[stays].flatten()]
     rewards += [source.selection.rewards.view(-1, size)[number] for source, number in chosen.values()]
     divided = replayed if estimator == "grpo" else {}
     trained = torch.cat(rewards + [group.rewards.to(first.rewards) for group in divided.values()])
@@ -263,9 +263,9 @@ def sum_task_rewards(rewards: Tensor, weights: Tensor, has_penalty: bool) -> Ten
 
 
 def filtered_groups(means: Tensor, low: float, high: float, *, inclusive: bool = False) -> list[int]:
-    """Return the numbers of the groups whose mean reward is outside two bounds, or NaN.
+    """Return the groups whose mean reward is outside two bounds, or NaN.
 
-    The filter of PRIME (https://huggingface.co/papers/2502.01456).
+    PRIME filters in this way (https://huggingface.co/papers/2502.01456).
 
     Args:
         means: (num_groups,), mean reward of each group; NaN for a group without rewards.
@@ -282,7 +282,7 @@ def _true_indices(chosen: Tensor) -> list[int]:
 
 
 def filter_index(key: str, names: Sequence[str]) -> int | None:
-    """Return the position of the reward function that online filtering reads, None for the weighted sums.
+    """Find the reward function that online filtering reads, by its index; None for the weighted sums.
 
     Args:
         key: `overall`, the name of a reward function with or without its suffix `_reward`, or one word of its name that
@@ -294,12 +294,12 @@ def filter_index(key: str, names: Sequence[str]) -> int | None:
     """
     if key == "overall":
         return None
-    found = [index for index, name in enumerate(names) if name in (key, f"{key}_reward")]
-    found = found or [index for index, name in enumerate(names) if key in name.split("_")]
-    if len(found) != 1:
-        named = f"filter_key is {key!r}, which names {len(found)} reward functions"
+    matches = [index for index, name in enumerate(names) if name in (key, f"{key}_reward")]
+    matches = matches or [index for index, name in enumerate(names) if key in name.split("_")]
+    if len(matches) != 1:
+        named = f"filter_key is {key!r}, which names {len(matches)} reward functions"
         raise ConfigError(f"{named}: give overall or one of {', '.join(names)}.")
-    return found[0]
+    return matches[0]
 
 
 LONGEST_STREAK = 5  # steps
@@ -319,7 +319,7 @@ class ZeroVarianceStreak(SavedState):
         self.steps_per_rollout = max(int(args.steps_per_rollout), 1)
 
     def warn(self, run: Run, rollout: Rollout) -> None:
-        """Count a rollout with its credit, which may add to groups without variance; warn at the end of a streak."""
+        """Count a rollout, whose credit may train zero-variance groups; warn at the end of a streak."""
         advantages, trained = cast("Tensor", rollout.batch.advantages), rollout.selection.trained
         if run.args.shapes_tokens:
             added = per_token(advantages).abs().amax(1) > run.args.replay_var_epsilon  # (N,)
@@ -382,7 +382,7 @@ class FurtherPrompts(SavedState):
         """Draw further prompts; return this process's rows, G adjacent rows per prompt, and the number of prompts.
 
         Args:
-            missing: least number of prompts, rounded up until processes have equally many rows; fewer if the data end.
+            missing: minimum number of prompts, rounded up until processes have equally many rows; fewer if data end.
             placement: G and the processes.
         """
         size, processes = placement.num_generations, placement.num_processes
@@ -395,9 +395,9 @@ class FurtherPrompts(SavedState):
 
     def _unused(self, count: int) -> list[Any]:
         """Return the next rows with unused prompts, from at most two passes over the data."""
-        found: list[Any] = []
+        rows: list[Any] = []
         passes = 0
-        while len(found) < count and passes < 2:
+        while len(rows) < count and passes < 2:
             row = next(self._rows)
             if row is None:
                 passes += 1
@@ -405,8 +405,8 @@ class FurtherPrompts(SavedState):
             self.drawn += 1
             if (key := prompt_key(row)) not in self._used:
                 self._used.add(key)
-                found.append(row)
-        return found
+                rows.append(row)
+        return rows
 
     def _endless(self) -> Iterator[Any]:
         """Yield rows from number `drawn` on, and None at the end of each pass."""
@@ -416,11 +416,11 @@ class FurtherPrompts(SavedState):
             if has_length:
                 generator = torch.Generator().manual_seed(self.seed * 1_000_003 + turn)
                 order = torch.randperm(len(self.dataset), generator=generator).tolist()
-            for each in order:
+            for entry in order:
                 if rest:
                     rest -= 1
                     continue
-                row = self.dataset[each] if has_length else each
+                row = self.dataset[entry] if has_length else entry
                 pop_replaced([row])
                 yield row
             if not rest:

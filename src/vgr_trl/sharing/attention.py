@@ -27,7 +27,7 @@ _OF_PACKED_ROWS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length
 
 
 def wrap_attention(call: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Have `call` called with every attention function that a model looks up in this block, and its arguments.
+    """Route every attention call in this block through `call`, which gets the function and its arguments.
 
     Eager and overridden functions are included.
     """
@@ -42,7 +42,7 @@ def wrap_attention(call: Callable[..., Any]) -> AbstractContextManager[None]:
 
 @cache
 def read_rows() -> None:
-    """Let all attention functions of this process read the layout of a row: checkpoints recompute behind any block."""
+    """Let all attention functions of this process read row layouts, because checkpoints recompute behind any block."""
     look_up = AttentionInterface.get_interface
 
     def get_interface(interface: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def attend_row(
         query: (1, H, L, D).
         key: (1, key heads, L, D).
         value: (1, key heads, L, D).
-        mask: the model's, which a row does not need.
+        mask: mask of the model, which a row does not need.
         options: further arguments of the function, and the layout.
 
     Returns:
@@ -90,7 +90,7 @@ def attend_row(
 
 
 def _scale_by_position(module: Any, row: Row) -> Any:
-    """Return what turns Llama 4's scale of queries by their place in the row into that by their position, (L, 1)."""
+    """Correct Llama 4's query scale, computed from places in the row, to positions; return factors (L, 1)."""
 
     def scale(position: Tensor) -> Any:
         return torch.log1p(((position + 1.0) / module.floor_scale).floor()) * module.attn_scale + 1.0
@@ -105,7 +105,7 @@ def visibility(module: Any, row: Row, window: int | None) -> Visibility:
     Args:
         module: attention layer.
         row: layout.
-        window: the layer's, as it gives it to its attention function.
+        window: window that the layer passes to its attention function; None: no window.
     """
     config = module.config
     kinds, chunk = getattr(config, "layer_types", None), None
@@ -126,11 +126,11 @@ def _attend_padded(
     """Attend in two calls with masks: all prompts, padded, then all completions, padded."""
     prompts, completions = len(row.prompts), len(row.completions)
     places = (None if row.is_even else row.query_places, row.key_places, row.key_places)
-    tokens = [each[0].transpose(0, 1) for each in (query, key, value)]  # (L, heads, D)
-    tokens = [each if at is None else each.index_select(0, at) for each, at in zip(tokens, places, strict=True)]
+    tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # (L, heads, D)
+    tokens = [tensor if at is None else tensor.index_select(0, at) for tensor, at in zip(tokens, places, strict=True)]
     first = prompts * max(row.prompts)
-    of_prompts = (each[:first].unflatten(0, (prompts, -1)).transpose(1, 2) for each in tokens)  # (U, heads, P, D)
-    own = (each[first:].unflatten(0, (completions, -1)).transpose(1, 2) for each in tokens)  # (N, heads, C or P + C, D)
+    of_prompts = (part[:first].unflatten(0, (prompts, -1)).transpose(1, 2) for part in tokens)  # (U, heads, P, D)
+    behind = (part[first:].unflatten(0, (completions, -1)).transpose(1, 2) for part in tokens)  # (N, …, C or P + C, D)
     is_eager = module.config._attn_implementation == "eager"
     # Eager attention adds masks to its scores, also causal ones, which a chunk of the whole row asks for.
     masks: Any = row.masks(seen._replace(chunk=seen.chunk or row.longest) if is_eager else seen)
@@ -138,8 +138,8 @@ def _attend_padded(
         least = torch.finfo(query.dtype).min
         masks = [torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, least) for mask in masks]
     parts = [
-        attend(module, *each, mask, **options)[0].flatten(0, 1)  # (places, H, D)
-        for each, mask in zip((of_prompts, own), masks, strict=True)
+        attend(module, *inputs, mask, **options)[0].flatten(0, 1)  # (places, H, D)
+        for inputs, mask in zip((of_prompts, behind), masks, strict=True)
     ]
     outputs: Tensor = torch.cat(parts)
     return (outputs if row.is_even else outputs.index_select(0, row.back)).unsqueeze(0)
@@ -156,14 +156,14 @@ def _attend_packed(
 ) -> Tensor:
     """Attend in two calls of flash attention with variable lengths: all prompts, then all completions, unpadded."""
     before, behind = slice(row.first), slice(row.first, None)
-    keys, values = (each.index_select(2, row.packed_keys) for each in (key, value))
-    parts = [(each[:, :, before] for each in (query, key, value)), (query[:, :, behind], keys, values)]
+    keys, values = (tensor.index_select(2, row.packed_keys) for tensor in (key, value))
+    parts = [(tensor[:, :, before] for tensor in (query, key, value)), (query[:, :, behind], keys, values)]
     bounds = (row.prompt_bounds, row.own_bounds)
-    found = [
-        attend(module, *each, None, **options, **of_part._asdict())[0]
-        for each, of_part in zip(parts, bounds, strict=True)
+    outputs = [
+        attend(module, *inputs, None, **options, **of_part._asdict())[0]
+        for inputs, of_part in zip(parts, bounds, strict=True)
     ]
-    return torch.cat(found, dim=1)
+    return torch.cat(outputs, dim=1)
 
 
 def attend_by_sdpa(
@@ -191,14 +191,14 @@ def attend_by_sdpa(
         causal = {"is_causal": True} if mask is None else {"attn_mask": mask}
         outputs = attend(query, key, value, scale=scaling, enable_gqa=groups > 1, **causal)
         return outputs.transpose(1, 2), None
-    if torch.is_autocast_enabled(query.device.type):  # which would cast keys and values again for every query head
+    if torch.is_autocast_enabled(query.device.type):  # it would cast keys and values again for every query head
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     *rows, columns = mask.shape  # kernels would keep an aligned copy of the mask for each key head
     bias = query.new_zeros(*rows, columns + -columns % 8)[..., :columns].masked_fill_(~mask, -torch.inf)
     heads = []
     for queries, *one_head in zip(query.split(groups, 1), key.split(1, 1), value.split(1, 1), strict=True):
-        keys, values = (each.expand(-1, groups, -1, -1) for each in one_head)
+        keys, values = (tensor.expand(-1, groups, -1, -1) for tensor in one_head)
         heads.append(attend(queries, keys, values, attn_mask=bias, scale=scaling))
     return torch.cat(heads, 1).transpose(1, 2), None
 
@@ -214,7 +214,7 @@ def sdpa_by_key_head(
     attend_within: Callable[..., Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute transformers' `sdpa`; the queries of one new token read the keys of their key head together, uncopied.
+    """Compute transformers' `sdpa`; for one new token, all queries of a key head share its keys without copies.
 
     Args:
         module: attention layer.
@@ -257,7 +257,7 @@ _WIDEST_HEAD = 256
 
 
 def can_merge(query: Tensor, seen: Visibility) -> bool:
-    """Whether the kernels take such queries, (1, H, L, D): 16 bits on a GPU, each token seeing all earlier ones."""
+    """Whether the kernels take `query`, (1, H, L, D): 16 bits on a GPU, and each token sees all earlier tokens."""
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     fits = dtype in (torch.bfloat16, torch.float16) and query.size(-1) % 8 == 0 and query.size(-1) <= _WIDEST_HEAD
@@ -265,7 +265,7 @@ def can_merge(query: Tensor, seen: Visibility) -> bool:
 
 
 def attend_merged(query: Tensor, key: Tensor, value: Tensor, row: Row, scaling: float | None) -> Tensor:
-    """Compute the attention of a row whose tokens see all earlier ones, (1, L, H, D).
+    """Compute the attention of a row whose tokens see all earlier tokens, (1, L, H, D).
 
     Args:
         query: (1, H, L, D).
@@ -276,7 +276,7 @@ def attend_merged(query: Tensor, key: Tensor, value: Tensor, row: Row, scaling: 
     """
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    tokens = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))  # (L, heads, D)
+    tokens = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))  # (L, heads, D)
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
     outputs: Tensor = _Merged.apply(*tokens, row, scaling)
     return outputs.unsqueeze(0)
@@ -288,12 +288,12 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: Row, scaling: float) -> Tensor:
         kernel, first = _Kernel(scaling), row.first
-        (prompts, own), (keys, own_keys), (values, own_values) = (
-            (each[:first], each[first:]) for each in (query, key, value)
+        (prompts, completions), (keys, new_keys), (values, new_values) = (
+            (tensor[:first], tensor[first:]) for tensor in (query, key, value)
         )
         before, lse_before = kernel.forward(prompts, keys, values, row.prompt_bounds, causal=True)
-        over, lse_over = kernel.forward(own, keys, values, row.bounds_over_prompts, causal=False)
-        itself, lse_itself = kernel.forward(own, own_keys, own_values, row.bounds_over_themselves, causal=True)
+        over, lse_over = kernel.forward(completions, keys, values, row.bounds_over_prompts, causal=False)
+        itself, lse_itself = kernel.forward(completions, new_keys, new_values, row.bounds_over_themselves, causal=True)
         lse = torch.logaddexp(lse_over, lse_itself)  # (H, completions' tokens)
         share = (lse_over - lse).exp().T.unsqueeze(-1)  # (completions' tokens, H, 1)
         behind = torch.lerp(itself.to(lse.dtype), over.to(lse.dtype), share).to(query.dtype)
@@ -311,17 +311,17 @@ class _Merged(torch.autograd.Function):
 
         def run(queries: slice, keys: slice, lse: Tensor, bounds: Bounds, causal: bool) -> tuple[Tensor, ...]:
             of_queries = grad[queries].contiguous(), query[queries], key[keys], value[keys], outputs[queries], lse
-            found: tuple[Tensor, ...] = kernel.backward(*of_queries, bounds, causal=causal)
-            return found
+            gradients: tuple[Tensor, ...] = kernel.backward(*of_queries, bounds, causal=causal)
+            return gradients
 
         of_prompts = run(before, before, lse_before, row.prompt_bounds, True)
         over = run(behind, before, lse, row.bounds_over_prompts, False)
         itself = run(behind, behind, lse, row.bounds_over_themselves, True)
         grads[0][before] = of_prompts[0]
         torch.add(over[0], itself[0], out=grads[0][behind])
-        for grad_of, one, other, own in zip(grads[1:], of_prompts[1:], over[1:], itself[1:], strict=True):
-            torch.add(one, other, out=grad_of[before])
-            grad_of[behind] = own
+        for index in (1, 2):  # keys, values
+            torch.add(of_prompts[index], over[index], out=grads[index][before])
+            grads[index][behind] = itself[index]
         return (*grads, None, None)
 
 
@@ -345,18 +345,18 @@ class _Kernel:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return the gradients of queries, keys and values."""
         unused = torch.empty(0, device=query.device)
-        given = grad, query, key, value, outputs, lse.contiguous(), *bounds, 0.0, causal, self.random, unused
-        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(*given, scale=self.scaling)
+        arguments = grad, query, key, value, outputs, lse.contiguous(), *bounds, 0.0, causal, self.random, unused
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(*arguments, scale=self.scaling)
         return grads
 
 
-KINDS = ("linear_attention", "conv")  # as configurations call such layers
+KINDS = ("linear_attention", "conv")  # names of such layers in configurations
 _CACHE_NAMES = ("cache_params", "cache", "past_key_values")
 _split: set[type[nn.Module]] = set()
 
 
 def split_state_mixers(base: Any) -> None:
-    """Let the state mixers of a model read the layout of a row, for the whole process: checkpoints recompute later."""
+    """Let a model's state mixers read row layouts, for the whole process, because checkpoints recompute later."""
     kinds = getattr(base.config.get_text_config(decoder=True), "layer_types", None) or ()
     if not {*KINDS}.intersection(kinds):
         return
@@ -381,7 +381,7 @@ def _split_by_row(plain: Callable[..., Tensor], cache: str, number_of_states: in
         row.read_by.add(module.layer_idx)
 
         def run(places: Tensor, mask: Tensor | None, state: Any) -> Tensor:
-            states = Cache(layers=[state] * (module.layer_idx + 1))  # which finds it by the number of the layer
+            states = Cache(layers=[state] * (module.layer_idx + 1))  # the module finds its state by layer number
             return plain(module, hidden_states[0, places], **{cache: states, "attention_mask": mask}).flatten(0, 1)
 
         stored, (places, mask, back) = _StoredState(number_of_states), row.left_padded
@@ -418,12 +418,12 @@ class _StoredState(_State):
 
 
 class _ExpandedState(_State):
-    """The states of each completion's prompt; read-only."""
+    """Read-only states after each completion's prompt."""
 
     def __init__(self, stored: _StoredState, index: Tensor) -> None:
         super().__init__(stored.number_of_states)
-        for own, states in ((self.conv_states, stored.conv_states), (self.recurrent_states, stored.recurrent_states)):
-            own |= {number: None if state is None else state.index_select(0, index) for number, state in states.items()}
+        for copy, states in ((self.conv_states, stored.conv_states), (self.recurrent_states, stored.recurrent_states)):
+            copy |= {key: None if state is None else state.index_select(0, index) for key, state in states.items()}
         self.has_previous_state = dict.fromkeys(self.conv_states, True)
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:

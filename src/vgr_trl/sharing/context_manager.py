@@ -42,7 +42,7 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
     Without `completion_length` the main process prints the prompts computed in the first step. Threads take turns.
 
     Example:
-        >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
+        >>> model, processor = build_tiny_vlm([])  # from vgr_trl.demo.tiny_model
         >>> tokens = torch.tensor([[70, 71, 72, 80], [70, 71, 72, 81]])  # two completions of a prompt
         >>> with torch.no_grad(), share_prompts(model, completion_length=1) as report:
         ...     logits = model(input_ids=tokens, logits_to_keep=2).logits
@@ -98,9 +98,9 @@ def _modes_of_engine() -> dict[str, Any]:
 
 
 def _read_labels(causal: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Set `labelled` of a model's `SharedForward` from the labels of TRL's scoring; a hook, also of pickled models."""
+    """Tell a model's `SharedForward` where the labels of TRL's scoring begin; pickled models keep this hook."""
     forward = getattr(base_of(causal).forward, "function", None)
-    if isinstance(forward, SharedForward):  # which a copy of the model has not
+    if isinstance(forward, SharedForward):  # a copy of the model has none
         labels, forward.labelled = kwargs.get("labels"), None
         if kwargs.get("fused_lm_head") and labels is not None:
             labelled = (labels != -100).any(0).nonzero()

@@ -39,7 +39,7 @@ _sharing: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()  # base
 
 
 def why_not_share(model: nn.Module) -> str | None:
-    """Return why a model, in its present state, cannot share prompts; None: it can.
+    """Return why a model, in its present state, cannot share prompts, or None if it can.
 
     The first call for a model runs its first layers on two short rows, under ZeRO-3 in all processes together.
 
@@ -63,7 +63,7 @@ class _Enough(Exception):
 
 
 def _difference(base: Any) -> str | None:
-    """Return a sentence on how one row of two prompts and completions changes their hidden states; None: it does not.
+    """Describe how a row of two prompts and completions changes their hidden states, or return None if it does not.
 
     Args:
         base: base model (without head) of a transformers model.
@@ -74,14 +74,14 @@ def _difference(base: Any) -> str | None:
         rows = _rows(base)
         row, call = lay_out(base, rows, PrefixSplit(start, groups=[0, 1], pixels={}), [_COMPLETION] * 2)
         with _first_layers(base) as run:
-            found, expected = run(**call)[..., 0, row.reads(_COMPLETION), :], run(**rows)[..., start:, :]
-    except Exception as error:  # for example a model that trains but reads no text without an image
+            shared, expected = run(**call)[..., 0, row.reads(_COMPLETION), :], run(**rows)[..., start:, :]
+    except Exception as error:  # such as a model that trains but reads no text without an image
         return f"its pass over two short rows fails: {error_text(error)}"
-    if found.shape != expected.shape:  # for example several streams per token
-        return f"its hidden states of two short rows have shapes {tuple(found.shape)} and {tuple(expected.shape)}"
+    if shared.shape != expected.shape:  # such as several streams per token
+        return f"its hidden states of two short rows have shapes {tuple(shared.shape)} and {tuple(expected.shape)}"
     precise = _IN_FLOAT32 if expected.device.type == "cpu" else _ON_ACCELERATOR
-    found, expected, limit = found.float(), expected.float(), _ROUNDING.get(expected.dtype, precise)
-    difference = float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).mean())
+    shared, expected, limit = shared.float(), expected.float(), _ROUNDING.get(expected.dtype, precise)
+    difference = float(((shared - expected).norm(dim=-1) / expected.norm(dim=-1)).mean())
     changes = f"a row of prompts and completions changes its hidden states by {difference:.1g} of their size"
     return None if difference <= limit else changes
 
@@ -93,7 +93,7 @@ def _rows(base: Any) -> dict[str, Tensor]:
     words = (token for token in cycle(range(config.vocab_size // 4, config.vocab_size)) if token not in special)
     ids = torch.tensor(list(islice(words, 2 * (_PROMPT + _COMPLETION))), device=device).view(2, -1)
     inputs = {"input_ids": (ids, config.pad_token_id or 0), "attention_mask": (torch.ones_like(ids), 0)}
-    return {name: nn.functional.pad(one, (_PADDING, 0), value=value) for name, (one, value) in inputs.items()}
+    return {name: nn.functional.pad(tokens, (_PADDING, 0), value=value) for name, (tokens, value) in inputs.items()}
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def _first_layers(base: Any) -> Iterator[Callable[..., Tensor]]:
         if layers:
             layers[:count][-1].register_forward_hook(keep)
         unused = {parameter for layer in layers[count:] for parameter in layer.parameters()}
-        if parts := [each for each in base.parameters() if hasattr(each, "ds_id") and each not in unused]:  # of ZeRO-3
+        if parts := [part for part in base.parameters() if hasattr(part, "ds_id") and part not in unused]:  # ZeRO-3's
             from deepspeed import zero
 
             stack.enter_context(zero.GatheredParameters(parts))

@@ -139,7 +139,7 @@ def replace_hidden_states(base: nn.Module, change: Callable[[Tensor], Tensor]) -
 
 
 def indexed_modules(model: nn.Module) -> list[Any]:
-    """Return the modules of a language model that know the number of their layer, as attention does."""
+    """Return the modules of a language model that have a `layer_idx`, such as attention."""
     return [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
 
 
@@ -149,11 +149,11 @@ def attention_modules(model: nn.Module) -> list[Any]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` has been applied to the model, or to a module with attention of its language model."""
+    """Whether the model is compiled, or a module that contains attention layers."""
     compiled = (
-        each for each in model.modules() if hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None)
+        part for part in model.modules() if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None)
     )
-    return any(attention_modules(each) for each in compiled)
+    return any(attention_modules(part) for part in compiled)
 
 
 def has_active_dropout(model: nn.Module, *, when_training: bool = False) -> bool:
@@ -210,7 +210,7 @@ def why_adapter_reads_whole_rows(model: nn.Module) -> str | None:
     return None
 
 
-# Of the argument for the cache: the second until transformers 5.24, the third in single layers of some families.
+# Names of the cache argument: the second until transformers 5.24, the third in single layers of some families.
 _CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 
 
@@ -233,7 +233,7 @@ def check_model(base: Any) -> None:
     """
     config = base.config
     require(not config.is_encoder_decoder, "a model with an encoder")
-    hands_on = any(each.kind is Parameter.VAR_KEYWORD for each in signature(base.forward).parameters.values())
+    hands_on = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature(base.forward).parameters.values())
     require(hands_on, "a model that takes no further arguments for its attention")
     hooks = (getattr(hook, "keywords", ()) for module in base.modules() for hook in module._forward_pre_hooks.values())
     require(not any("adapter_names" in keywords for keywords in hooks), "adapter_names, an adapter for each row")
@@ -248,8 +248,8 @@ def check_model(base: Any) -> None:
     require(not unknown, f"layers of type {min(unknown, default='')}")
     check_attention(base)
     shares_keys = any(is_stateless_layer(layer) for layer in layers)
-    known = text.model_type in _KEY_SHARING_FAMILIES
-    require(not shares_keys or known, "layers that take their keys and values from another")
+    is_tested = text.model_type in _KEY_SHARING_FAMILIES
+    require(not shares_keys or is_tested, "layers that take their keys and values from another")
     sees = getattr(text, "use_bidirectional_attention", None)
     require(not sees or (text.model_type, sees) in _IMAGES_SEE_THEMSELVES, "bidirectional attention over text")
     require(layers, "a cache without layers")  # transformers 5.9 makes none for a Gemma 3n whose layers share no keys
@@ -296,6 +296,6 @@ def check_rope(config: Any) -> None:
 
 
 def check_token_types(inputs: Mapping[str, Any], config: Any) -> None:
-    """Raise `UnsupportedModel` if token types are given that may do more than mark images in this family."""
-    given = isinstance(inputs.get("token_type_ids"), Tensor)
-    require(not given or config.model_type in _TOKEN_TYPES_MARK_IMAGES, "token_type_ids")
+    """Raise `UnsupportedModel` if there are token types that may do more than mark images in this family."""
+    has_types = isinstance(inputs.get("token_type_ids"), Tensor)
+    require(not has_types or config.model_type in _TOKEN_TYPES_MARK_IMAGES, "token_type_ids")

@@ -52,8 +52,8 @@ def find_groups(ids: Tensor, mask: Tensor | None = None, pixels: Sequence[Sequen
         equal = {row: first for (first, row), same in zip(pairs, _compare_pixels(pixels, pairs), strict=True) if same}
         for row, first in equal.items():
             firsts[row] = first
-        others = ([row for row in rows[1:] if row not in equal] for rows in undecided)
-        undecided = [rows for rows in others if rows]
+        remaining = ([row for row in rows[1:] if row not in equal] for rows in undecided)
+        undecided = [rows for rows in remaining if rows]
     numbers = {first: number for number, first in enumerate(dict.fromkeys(firsts))}
     return [numbers[first] for first in firsts]
 
@@ -64,11 +64,11 @@ def first_rows(groups: Sequence[int]) -> list[int]:
 
 
 def sort_by_group(permutation: Sequence[int], groups: Sequence[int]) -> list[int]:
-    """Move the rows of each group to the place of its first row in a permutation, in the same order.
+    """Move each group's rows to the place of its first row in a permutation; keep their order.
 
     Args:
-        permutation: rows.
-        groups: number of the group of each row, by the row's number.
+        permutation: numbers of all rows, in any order.
+        groups: group of each row.
     """
     position = {group: place for place, group in enumerate(dict.fromkeys(groups[row] for row in permutation))}
     return sorted(permutation, key=lambda row: position[groups[row]])
@@ -80,17 +80,17 @@ def round_up_to_groups(batch_size: int, num_generations: int) -> int:
 
 
 def _compare_pixels(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[tuple[int, int]]) -> list[bool]:
-    """Return whether both rows of each pair have the same pixels; the host waits once, after all comparisons."""
+    """Compare the pixels of each pair of rows; the host waits once, after all comparisons."""
     if pixels is None or not pairs:
         return [True] * len(pairs)
-    found = []
-    for row, other in pairs:
-        inputs = list(zip(pixels[row], pixels[other], strict=True))
-        if all(one.shape == two.shape for one, two in inputs):
-            found.append(torch.stack([(one == two).all() for one, two in inputs]).all())
+    results = []
+    for first, second in pairs:
+        inputs = list(zip(pixels[first], pixels[second], strict=True))
+        if all(left.shape == right.shape for left, right in inputs):
+            results.append(torch.stack([(left == right).all() for left, right in inputs]).all())
         else:
-            found.append(inputs[0][0].new_zeros((), dtype=torch.bool))
-    return torch.stack(found).tolist()
+            results.append(inputs[0][0].new_zeros((), dtype=torch.bool))
+    return torch.stack(results).tolist()
 
 
 def image_token_ids(config: Any) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def image_token_ids(config: Any) -> tuple[int, ...]:
 
 
 def is_image_token(input_ids: Tensor, config: Any) -> Tensor:
-    """Return which tokens, (N, S), are image placeholders, (N, S) bool."""
+    """Mark the image placeholders among tokens (N, S), (N, S) bool."""
     return torch.isin(input_ids, on_device(image_token_ids(config), input_ids.device).to(input_ids.dtype))
 
 
@@ -151,20 +151,20 @@ def take_pixels(inputs: Mapping[str, Any], parts: Parts, rows: Sequence[int]) ->
     """Return the pixel inputs of some rows; empty if they have no image.
 
     Args:
-        inputs: of the pass, by name.
+        inputs: inputs of the pass by name.
         parts: pixel input -> slice of each row of the batch.
         rows: numbers of the rows.
     """
-    found = {name: torch.cat([inputs[name][slices[row]] for row in rows]) for name, slices in parts.items()}
-    return found if any(map(len, found.values())) else {}
+    pixels = {name: torch.cat([inputs[name][slices[row]] for row in rows]) for name, slices in parts.items()}
+    return pixels if any(map(len, pixels.values())) else {}
 
 
 def find_split(inputs: Mapping[str, Any], config: Any, start: int | None = None) -> PrefixSplit:
     """Split a batch into unique prompts and the columns behind them.
 
     Args:
-        inputs: of the pass, by name; tokens are (N, S).
-        config: of the model.
+        inputs: inputs of the pass by name; tokens are (N, S).
+        config: configuration of the model.
         start: number of columns of the prompts; None: the split that saves most.
 
     Raises:
@@ -173,13 +173,13 @@ def find_split(inputs: Mapping[str, Any], config: Any, start: int | None = None)
     ids, types = inputs["input_ids"], inputs.get("mm_token_type_ids")  # (N, S)
     mask = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]  # (N, S)
     is_image = is_image_token(ids, config)
-    given = image_inputs_of(inputs)
+    pixel_inputs = image_inputs_of(inputs)
     try:
-        parts, behind = _separate_prompt_parts(given, is_image, ids.size(1) if start is None else start)
+        parts, behind = _separate_prompt_parts(pixel_inputs, is_image, ids.size(1) if start is None else start)
     except UnknownParts as error:
         raise UnsupportedModel(error.reason) from error
     rows = range(len(ids))
-    pixels = [[given[name][slices[row]] for name, slices in parts.items()] for row in rows] if parts else None
+    pixels = [[pixel_inputs[name][slices[row]] for name, slices in parts.items()] for row in rows] if parts else None
     start = _find_best_start(ids, mask, is_image, pixels) if start is None else start
     require(start >= 1, "no prompt before the completions")
     groups = find_groups(ids[:, :start], mask[:, :start], pixels)
@@ -197,17 +197,17 @@ def find_split(inputs: Mapping[str, Any], config: Any, start: int | None = None)
     return PrefixSplit(start, groups, parts, behind=behind)
 
 
-def _separate_prompt_parts(given: ImageInputs, is_image: Tensor, start: int) -> tuple[Parts, Parts]:
-    """Return the parts of each pixel input that belong to the columns before `start`, and to the columns behind.
+def _separate_prompt_parts(pixel_inputs: ImageInputs, is_image: Tensor, start: int) -> tuple[Parts, Parts]:
+    """Split the slices of each pixel input into images before column `start` and images behind it.
 
     Only patches can be assigned to columns. Other pixel inputs belong to prompts.
     """
-    if "image_grid_thw" not in given:
-        return parts_by_tokens(given, is_image) if given else {}, {}
+    if "image_grid_thw" not in pixel_inputs:
+        return parts_by_tokens(pixel_inputs, is_image) if pixel_inputs else {}, {}
     before = torch.arange(is_image.size(1), device=is_image.device) < start
-    halves = parts_by_tokens(given, torch.stack([is_image & before, is_image & ~before], dim=1).flatten(0, 1))
+    halves = parts_by_tokens(pixel_inputs, torch.stack([is_image & before, is_image & ~before], dim=1).flatten(0, 1))
     behind = {name: slices[1::2] for name, slices in halves.items()}
-    has_images = any(each.stop > each.start for slices in behind.values() for each in slices)
+    has_images = any(part.stop > part.start for slices in behind.values() for part in slices)
     return {name: slices[::2] for name, slices in halves.items()}, behind if has_images else {}
 
 
@@ -229,11 +229,11 @@ def _find_best_start(ids: Tensor, mask: Tensor, is_image: Tensor, pixels: Sequen
     shared: list[int] = (common * is_earlier).amax(1).tolist()  # columns that a row has in common with some earlier row
     splits = {split for split in shared if split >= earliest}
     require(splits, NOT_TWICE)
-    return max(splits, key=lambda split: split * sum(other >= split for other in shared))
+    return max(splits, key=lambda split: split * sum(common_columns >= split for common_columns in shared))
 
 
 def check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
-    """Raise `UnsupportedModel` for inputs that a split pass would compute differently, or outputs that it lacks."""
+    """Raise `UnsupportedModel` for inputs that sharing would change, or outputs that it cannot return."""
     ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         raise UnsupportedModel("inputs without input_ids")
@@ -248,9 +248,9 @@ def check_inputs(inputs: Mapping[str, Any], config: Any) -> None:
         require(not wanted, f"{name}=True")
     require(inputs.get("return_dict") is not False, "return_dict=False")
     check_token_types(inputs, config)
-    known = {*_KNOWN, "labels"} if config.model_type == "gemma3" else _KNOWN  # it passes labels on to its head
+    accepted = {*_KNOWN, "labels"} if config.model_type == "gemma3" else _KNOWN  # it passes labels on to its head
     for name, value in inputs.items():
-        require(name in known or value is None or is_constant(value), f"the input {name}")
+        require(name in accepted or value is None or is_constant(value), f"the input {name}")
     require(inputs.get("pixel_values") is None or image_token_ids(config), "images without image tokens")
 
 
@@ -258,7 +258,7 @@ def check_equal_prompts(inputs: Mapping[str, Any], groups: list[int], start: int
     """Raise `UnsupportedModel` if equal prompts differ in their token types or positions.
 
     Args:
-        inputs: of the pass, by name.
+        inputs: inputs of the pass by name.
         groups: (N,) number of the prompt of each row.
         start: number of columns of the prompts.
     """

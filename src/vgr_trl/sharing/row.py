@@ -79,13 +79,13 @@ class Row:
 
     @property
     def first(self) -> int:
-        """Number of tokens of all prompts, in front of the completions."""
+        """Number of prompt tokens, which precede the completions."""
         return sum(self.prompts)
 
     @cached_property
     def longest(self) -> int:
         """Length of the longest prompt with its completion."""
-        return max(self.prompts[group] + own for group, own in zip(self.groups, self.completions, strict=True))
+        return max(self.prompts[group] + length for group, length in zip(self.groups, self.completions, strict=True))
 
     @property
     def is_even(self) -> bool:
@@ -109,13 +109,13 @@ class Row:
 
     @cached_property
     def key_places(self) -> Tensor:
-        """(U P + N (P + C),) places of all padded keys: those of prompts, then each completion's prompt and own."""
+        """(U P + N (P + C),) places of all padded keys: prompts first, then each completion behind its prompt."""
         behind = torch.cat([self.prompt_places[self.group_index], self.own_places], dim=1)
         return torch.cat([self.prompt_places.flatten(), behind.flatten()])
 
     @cached_property
     def packed_keys(self) -> Tensor:
-        """(K,) places of the keys of all completions without padding: each one's prompt, then its own."""
+        """(K,) places of the completions' keys without padding, each completion behind its prompt."""
         is_key = torch.cat([_is_valid(self.prompts)[self.groups], _is_valid(self.completions)], dim=1)  # (N, P + C)
         index = is_key.flatten().nonzero().flatten().to(self.device, non_blocking=True)
         return self.key_places[self.prompt_places.numel() :][index]
@@ -131,7 +131,7 @@ class Row:
         """Prompts padded on the left, all ending in the last column: places (U, P), mask (U, P), tokens among U P."""
         mask = _is_valid(self.prompts).flip(1)
         parts = _number_places(mask), mask, mask.flatten().nonzero().flatten()
-        places, mask, back = (each.to(self.device, non_blocking=True) for each in parts)
+        places, mask, back = (part.to(self.device, non_blocking=True) for part in parts)
         return places, mask, back
 
     @cached_property
@@ -144,28 +144,28 @@ class Row:
 
     @cached_property
     def own_bounds(self) -> Bounds:
-        """Bounds of completions as queries, and of their prompts and own tokens as keys."""
-        keys = [self.prompts[group] + own for group, own in zip(self.groups, self.completions, strict=True)]
+        """Bounds with completions as queries, and with prompts and completions as keys."""
+        keys = [self.prompts[group] + length for group, length in zip(self.groups, self.completions, strict=True)]
         return self._bounds(self.completions, keys)
 
     @cached_property
     def bounds_over_prompts(self) -> Bounds:
-        """Bounds of the completions of each prompt together as queries, and of the prompts as keys."""
-        own = [0] * len(self.prompts)
-        for group, length in zip(self.groups, self.completions, strict=True):
-            own[group] += length
-        return self._bounds(own, self.prompts)
+        """Bounds with all completions of a prompt together as queries, and the prompt as keys."""
+        lengths = [0] * len(self.prompts)
+        for group, completion in zip(self.groups, self.completions, strict=True):
+            lengths[group] += completion
+        return self._bounds(lengths, self.prompts)
 
     @cached_property
     def bounds_over_themselves(self) -> Bounds:
         return self._bounds(self.completions, self.completions)
 
     def _bounds(self, queries: Sequence[int], keys: Sequence[int]) -> Bounds:
-        ends, key_ends = (pad(on_device(each, self.device).cumsum(0), (1, 0)).int() for each in (queries, keys))
+        ends, key_ends = (pad(on_device(counts, self.device).cumsum(0), (1, 0)).int() for counts in (queries, keys))
         return Bounds(ends, key_ends, max(queries), max(keys))
 
     def masks(self, seen: Visibility) -> tuple[Tensor | None, Tensor]:
-        """Return which keys each query sees, of padded prompts and of padded completions.
+        """Return the attention masks of padded prompts and of padded completions.
 
         Returns:
             (U, 1, P, P) bool, or None where each token sees all earlier ones; (N, 1, C, P + C) bool.
@@ -191,8 +191,8 @@ class Row:
 
     def _own_mask(self, seen: Visibility) -> Tensor:
         lengths = on_device(self.prompts, self.device)[self.group_index].unsqueeze(1)  # (N, 1)
-        before, own = (torch.arange(max(each), device=self.device) for each in (self.prompts, self.completions))
-        queries = lengths + own  # (N, C) places in prompt and completion
+        before, offsets = (torch.arange(max(sizes), device=self.device) for sizes in (self.prompts, self.completions))
+        queries = lengths + offsets  # (N, C) places in prompt and completion
         before = torch.where(before < lengths, before, self.longest)  # (N, P), padding behind all queries
         queries, keys = queries.unsqueeze(-1), torch.cat([before, queries], dim=1).unsqueeze(1)
         return ((keys <= queries) & _is_near(queries, keys, seen)).unsqueeze(1)
@@ -209,7 +209,7 @@ class Row:
 
     @cached_property
     def table(self) -> Tensor:
-        """(B, S) place in the row of each token of the batch, those of prompts in all rows of a group; -1: none."""
+        """(B, S) place of each batch token in the row; a group shares its prompt's places; -1: none."""
         lengths = on_device(self.prompts, self.device).unsqueeze(1)  # (U, 1)
         to_end = self.start - torch.arange(self.start, device=self.device)  # columns up to the end of the prompts
         of_prompts = torch.where(to_end <= lengths, lengths.cumsum(0) - to_end, -1)  # (U, start)
@@ -219,20 +219,20 @@ class Row:
         return index
 
     def reads(self, length: int) -> Tensor:
-        """Return the place in the row that emits each of the first T tokens of the B rows, (B, T); -1: none does."""
+        """Return where in the row the first `length` tokens of each completion are predicted, (B, T); -1: nowhere."""
         return self.table[:, self.start : self.start + length]
 
     def alone(self, number: int) -> tuple["Row", Tensor]:
         """Return the layout of one completion and its prompt, and the places of their tokens in this row."""
         group = self.groups[number]
-        prompt, own = self.prompts[group], self.completions[number]
-        places = torch.cat([self.prompt_places[group, :prompt], self.own_places[number, :own]])
+        prompt, completion = self.prompts[group], self.completions[number]
+        places = torch.cat([self.prompt_places[group, :prompt], self.own_places[number, :completion]])
         images = None if self.images is None else self.images[places]
         part = replace(
             self,
             tokens=self.tokens[places],
             prompts=[prompt],
-            completions=[own],
+            completions=[completion],
             groups=[0],
             rows=[self.rows[number]],
             images=images,
@@ -242,12 +242,12 @@ class Row:
 
 
 def _is_valid(lengths: Sequence[int]) -> Tensor:
-    """Return which places of a padded form hold a token, (rows, longest) bool."""
+    """Mark the places of a padded form that hold a token, (rows, longest) bool."""
     return torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
 
 
 def _number_places(is_valid: Tensor) -> Tensor:
-    """Number the tokens of padded parts that stand one behind the other; padding gets the number of a token nearby."""
+    """Number the tokens of padded parts, one part behind the other; padding gets the number of a nearby token."""
     return (is_valid.flatten().cumsum(0) - 1).clamp(min=0).view_as(is_valid)
 
 
@@ -273,8 +273,8 @@ def lay_out(
 
     Args:
         base: base model (without head) of a transformers model.
-        inputs: of the pass over the batch, by name; tokens are (B, S).
-        split: of the batch.
+        inputs: inputs of the pass over the batch by name; tokens are (B, S).
+        split: unique prompts and completions of the batch.
         lengths: (B,) columns of each row's completion that run, 0 for rows that do not; None: all that emit a token.
         whole: whether the last token of a completion, which emits none, runs too.
     """
@@ -283,7 +283,7 @@ def lay_out(
     inputs = {**inputs, "attention_mask": mask}
     before, emit = mask[:, : split.start].bool().sum(1), mask[:, split.start + (not whole) :].bool().sum(1)
     of_prompts, emitted = torch.stack([before, emit]).tolist()  # the host waits once
-    lengths = [max(each, 1) for each in emitted] if lengths is None else lengths
+    lengths = [max(count, 1) for count in emitted] if lengths is None else lengths
     running = [row for row, length in enumerate(lengths) if length]
     rows = sort_by_group(running, split.groups)  # the completions of a prompt stand together
     kept = {group: number for number, group in enumerate(dict.fromkeys(split.groups[row] for row in rows))}
@@ -296,15 +296,15 @@ def lay_out(
     text = base.config.get_text_config(decoder=True)
     row = Row(
         tokens,
-        prompts=[of_prompts[each] for each in firsts],
-        completions=[lengths[each] for each in rows],
+        prompts=[of_prompts[row] for row in firsts],
+        completions=[lengths[row] for row in rows],
         groups=groups,
         rows=rows,
         shape=(len(ids), width),
         start=split.start,
         images=_number_images(inputs, text, tokens),
     )
-    # A mask of one element is handed on as it is, so that none is built.
+    # Models pass a mask of one element on unchanged, and build none.
     nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
     by_kind = {"full_attention": nothing, "sliding_attention": nothing}  # Gemma builds masks of images otherwise
     call: dict[str, Any] = {
@@ -323,7 +323,7 @@ def lay_out(
 def _take_images(
     inputs: Mapping[str, Any], split: PrefixSplit, firsts: Sequence[int], rows: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Return the pixel inputs of prompts, then those of completions; empty if there is no image."""
+    """Concatenate the pixel inputs of prompts and completions; empty if there is no image."""
     taken = take_pixels(inputs, split.pixels, firsts), take_pixels(inputs, split.behind, rows)
     return {name: torch.cat([part[name] for part in taken if name in part]) for name in taken[0] | taken[1]}
 
@@ -345,11 +345,11 @@ def _number_images(inputs: Mapping[str, Any], text: Any, tokens: Tensor) -> Tens
 
 
 def _positions(base: Any, inputs: Mapping[str, Any], split: PrefixSplit, firsts: Sequence[int], row: Row) -> Any:
-    """Return the position of each token of the row in its row of the batch, (1, L), for Qwen-VL (3, 1, L)."""
-    given: Tensor | None = inputs.get("position_ids")
-    if given is not None:
-        return given.expand(*given.shape[:-2], *row.shape).flatten(-2)[..., row.tokens].unsqueeze(-2)
-    columns = row.tokens % row.shape[1]  # as models count that are not told
+    """Return each token's position in its row of the batch, (1, L), for Qwen-VL (3, 1, L)."""
+    positions: Tensor | None = inputs.get("position_ids")
+    if positions is not None:
+        return positions.expand(*positions.shape[:-2], *row.shape).flatten(-2)[..., row.tokens].unsqueeze(-2)
+    columns = row.tokens % row.shape[1]  # models without `position_ids` count columns
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
     if not hasattr(base, "rope_deltas") or any(inputs.get(name) is None for name in names[:3]):
         return columns.unsqueeze(0)

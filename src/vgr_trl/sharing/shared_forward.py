@@ -162,7 +162,7 @@ class SharedForward:
         """Share prompts, or fall back to the plain call if that is not exact.
 
         Args:
-            kind: of call; after a failure no call of this kind shares prompts.
+            kind: kind of call; after a failure no call of this kind shares prompts.
             rows: tensor with one entry per row.
             split: splits the batch, or raises `UnsupportedModel`.
             shared: runs a split batch, or raises `UnsupportedModel`.
@@ -170,22 +170,22 @@ class SharedForward:
             agree: returns whether an answer is True in all processes, which then share together or not at all; by
                 default each process decides alone.
         """
-        found, reason = None, self.refused.get(kind, "")
+        batch_split, reason = None, self.refused.get(kind, "")
         try:
-            found = None if reason else split()
+            batch_split = None if reason else split()
         except UnsupportedModel as error:
             reason = str(error)
-        if not agree(found is not None):
-            found, reason = None, reason or "another process cannot share this batch"
-        elif found is not None and agree(found.prompts == found.rows):
-            found, reason = None, NOT_TWICE
-        if found is not None:
+        if not agree(batch_split is not None):
+            batch_split, reason = None, reason or "another process cannot share this batch"
+        elif batch_split is not None and agree(batch_split.prompts == batch_split.rows):
+            batch_split, reason = None, NOT_TWICE
+        if batch_split is not None:
             try:
-                outputs = shared(found)
+                outputs = shared(batch_split)
             except UnsupportedModel as error:
                 self.refused[kind] = reason = str(error)
             else:
-                self._count(kind, found.rows, found.prompts)
+                self._count(kind, batch_split.rows, batch_split.prompts)
                 if self.warns and has_active_dropout(self.base):
                     warnings.warn("The completions of a prompt share its dropout or router noise.", stacklevel=2)
                     self.warns = False
@@ -212,7 +212,7 @@ def drop_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] |
     TRL cuts a batch into chunks. A chunk of rows without images has empty pixels, or padding, on which models fail.
 
     Args:
-        inputs: of the pass, by name.
+        inputs: inputs of the pass by name.
         agree: returns whether an answer is True in all processes, where parameters are sharded: the vision tower then
             runs in every process or in none. None: each process decides alone.
 
@@ -269,7 +269,7 @@ class GrowingLayer(DynamicLayer):
         super().__init__()
         self.dtype, self.device, self.is_initialized = filled.keys.dtype, filled.device, True
         filled.reorder_cache(index)
-        self._longer = [pad(each, (0, 0, 0, ROOM)) for each in (filled.keys, filled.values)]
+        self._longer = [pad(states, (0, 0, 0, ROOM)) for states in (filled.keys, filled.values)]
         self._show_tokens(filled.get_seq_length())
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -277,7 +277,7 @@ class GrowingLayer(DynamicLayer):
         stop = start + key_states.size(-2)
         if stop > self._longer[0].size(-2):
             room = max(key_states.size(-2), ROOM)
-            self._longer = [pad(each, (0, 0, 0, room)) for each in (self.keys, self.values)]
+            self._longer = [pad(states, (0, 0, 0, room)) for states in (self.keys, self.values)]
         for longer, new in zip(self._longer, (key_states, value_states), strict=True):
             longer[:, :, start:stop] = new
         self._show_tokens(stop)
@@ -297,7 +297,7 @@ def grow_in_place(cache: Cache, index: Tensor) -> None:
 
 
 def why_not_static(config: Any) -> str | None:
-    """Return why a model with this config cannot share prompts with a static cache; None: it can."""
+    """Return why a model with this config cannot share prompts with a static cache, or None if it can."""
     if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers):
         return "a static cache of layers with a window or a state"
     return None if hasattr(StaticLayer(1), "cumulative_length") else "a static cache of a transformers before 5.17"
@@ -343,8 +343,8 @@ class SharedGeneration:
         config = self._prepare_config(inputs)
         modes = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         require(config.get_generation_mode(None) in modes, "generate with beams or an assistant")
-        known = config.use_cache and config.cache_implementation in (None, "static")
-        require(known, "generate without a growing or a static cache")
+        is_supported = config.use_cache and config.cache_implementation in (None, "static")
+        require(is_supported, "generate without a growing or a static cache")
         if config.cache_implementation == "static" and (reason := why_not_static(self.model.config)):
             raise UnsupportedModel(reason)
         require(config.prefill_chunk_size is None, "prefill_chunk_size")
@@ -358,8 +358,8 @@ class SharedGeneration:
 
     def _prepare_config(self, inputs: dict[str, Any]) -> Any:
         """Return the `GenerationConfig` of a call."""
-        given = {name: value for name, value in inputs.items() if name in _OPTIONS}
-        return self.model._prepare_generation_config(given.pop("generation_config", None), **given)[0]
+        options = {name: value for name, value in inputs.items() if name in _OPTIONS}
+        return self.model._prepare_generation_config(options.pop("generation_config", None), **options)[0]
 
     def _generate(self, inputs: dict[str, Any], split: PrefixSplit) -> Any:
         """Generate from cached prompts, without their images, which the cache contains."""
@@ -405,18 +405,18 @@ class SharedGeneration:
 
     def _fill_cache(self, inputs: dict[str, Any], split: PrefixSplit) -> DynamicCache:
         """Return a cache of all rows to generate, filled with their prompts except for the last tokens."""
-        others = {"synced_gpus": inputs["synced_gpus"]} if "synced_gpus" in inputs else {}
+        engine_options = {"synced_gpus": inputs["synced_gpus"]} if "synced_gpus" in inputs else {}
         cache = DynamicCache(config=self.model.config)
         # One greedy step draws no random numbers, and lets the family's own generate prepare positions and masks.
         # Options that are not given would come from the model's defaults.
         greedy = {"do_sample": False, "num_beams": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
         step = GenerationConfig(max_new_tokens=1, num_return_sequences=1, return_dict_in_generate=True, **greedy)
         with torch.no_grad():
-            self._continue_cache(cache, {**split.prompt_inputs(inputs), **others, "generation_config": step})
+            self._continue_cache(cache, {**split.prompt_inputs(inputs), **engine_options, "generation_config": step})
         require(cache.get_seq_length() == split.start, "the model did not keep the whole prompt in its cache")
         index = on_device(split.groups, inputs["input_ids"].device).repeat_interleave(split.copies)  # (N * copies,)
         grow_in_place(cache, index)
         base = self.forward.base
-        if getattr(base, "rope_deltas", None) is not None:  # of Qwen-VL
+        if getattr(base, "rope_deltas", None) is not None:  # Qwen-VL keeps them between calls
             base.rope_deltas = base.rope_deltas.index_select(0, index.to(base.rope_deltas.device))  # (N, 1)
         return cache

@@ -74,7 +74,7 @@ class RolloutSignals:
 
 
 def build_unmeasured_signals(mask: Tensor) -> RolloutSignals:
-    """Build signals without measurements for completions whose tokens `mask`, (N, T) bool, count in the loss."""
+    """Build signals without measurements; `mask` is (N, T) bool, tokens that count in the loss."""
     nothing = torch.full(mask.shape, torch.nan, device=mask.device)
     return RolloutSignals(nothing, nothing, mask)
 
@@ -83,7 +83,7 @@ _MASS = "signals.attention."
 
 
 def _transpose(name: str, value: Tensor) -> Tensor:
-    """Swap layers and rows of a column with layers, (L, N, T)."""
+    """Swap the layers and rows of an (L, N, T) column; return other columns unchanged."""
     return value.transpose(0, 1) if name in LAYERED else value
 
 
@@ -104,9 +104,9 @@ def columns_to_signals(columns: dict[str, Any]) -> RolloutSignals | None:
         names = [name for name in columns if name.startswith(prefix)]
         return {name.removeprefix(prefix): _transpose(name, columns[name]) for name in names}
 
-    if not (own := named("signals.")):
+    if not (by_name := named("signals.")):
         return None
-    parts = {name: value for name, value in own.items() if "." not in name}
+    parts = {name: value for name, value in by_name.items() if "." not in name}
     attention = AttentionMass(**mass) if (mass := named(_MASS)) else None
     return RolloutSignals(**parts, attention=attention, views=named(VIEWS), extra=named(EXTRA))
 
@@ -201,7 +201,7 @@ def _is_measured(signals: RolloutSignals, need: str) -> bool:
 @registries.signals.register("attention")
 @declares(needs=("attention",))
 def image_attention(signals: RolloutSignals, options: Any) -> Tensor:
-    """Return the attention on all image tokens together, averaged over the late layers, (N, T) in [0, 1]."""
+    """Sum attention over all image tokens, averaged over the late layers, (N, T) in [0, 1]."""
     mass, late = _mass(signals, options)
     attention: Tensor = mass.vision[late].mean(0)
     return attention
@@ -237,7 +237,7 @@ def region_focus(signals: RolloutSignals, options: Any) -> Tensor:
 
 
 def _mass(signals: RolloutSignals, options: Any) -> tuple[Any, list[int]]:
-    """Return the attention mass, measured for every signal that needs it, and its late layers."""
+    """Return the attention mass, which every caller requires to be measured, and its late layers."""
     mass: Any = signals.attention
     return mass, late_layers(len(mass.vision), read_segments(options))
 
@@ -250,7 +250,7 @@ def read_segments(options: Any) -> str:
 @registries.signals.register("stability")
 @declares(needs=("views",))
 def stability(signals: RolloutSignals, options: Any) -> Tensor:
-    """Return the stability of each token's probability over the perturbations, 1 - 2 · std, (N, T) in [0, 1].
+    """Return how stable each token's probability is under perturbations, 1 - 2 · std, (N, T) in [0, 1].
 
     The variance divides by the number of perturbations, so the standard deviation is at most 1/2.
     """
@@ -291,7 +291,7 @@ def _none_for_nan(value: float) -> float | None:
 
 
 def named_metrics(names: Sequence[str], signals: RolloutSignals, gather: Gather) -> dict[str, float]:
-    """Return `signals/<name>`, the mean over the finite values of all processes' tokens; NaN without finite values.
+    """Average named signals over all finite tokens on all processes, as `signals/<name>`; NaN without finite values.
 
     Args:
         names: names in `signals.extra`, the same on every process.
@@ -311,7 +311,7 @@ ATTENTION_QUANTITIES = (*SINGLE_COLUMNS, "attention_vision", "attention_instruct
 
 
 def needed_signal_columns(reward: Any) -> set[str]:
-    """Return the columns of `SIGNAL_COLUMNS` that a reward function accepts by name."""
+    """Return the `SIGNAL_COLUMNS` that a reward function accepts by name."""
     named = {*reward.required, *reward.optional} if isinstance(reward, WholeGroups) else set[str]()
     with suppress(TypeError, ValueError):
         named |= set(inspect.signature(reward).parameters)
@@ -319,7 +319,7 @@ def needed_signal_columns(reward: Any) -> set[str]:
 
 
 def reward_columns(segments: dict[str, Tensor]) -> dict[str, list[Any]]:
-    """Return the reward columns of the late segment (or of all layers), and all segments as `attention_metrics`.
+    """Return reward columns from the late segment (or all layers), and all segments as column `attention_metrics`.
 
     Args:
         segments: name of a segment -> its quantities (N, 6), as `measure_segments` returns them.
@@ -336,7 +336,7 @@ def reward_columns(segments: dict[str, Tensor]) -> dict[str, list[Any]]:
 def attention_metrics(
     segments: dict[str, Tensor], gather: Gather, prompt: dict[str, Tensor] | None = None
 ) -> dict[str, float]:
-    """Return the means over the completions of all processes, `attention/late/vgr` and so on.
+    """Average attention quantities over completions on all processes, as `attention/late/vgr` and so on.
 
     The means leave out undefined and infinite values; their shares in the late segment (or in all layers) are
     `vgr/undefined_fraction` and `vgr/infinite_fraction`.
@@ -344,8 +344,8 @@ def attention_metrics(
     Args:
         segments: name of a segment -> its quantities (N, 6), as `measure_segments` returns them.
         gather: concatenates a tensor over all processes.
-        prompt: the same for the queries of the prompt's instruction tokens, logged as `attention/prompt/late/vgr` and
-            so on; None on every process: they were not measured.
+        prompt: quantities of the prompts' instruction tokens as queries, logged as `attention/prompt/late/vgr` and so
+            on; None on every process: not measured.
     """
     every = segments | {f"prompt/{name}": values for name, values in (prompt or {}).items()}
     totals = Totals()

@@ -31,8 +31,8 @@ class Pass:
     """A pass of B rows of the batch through the decoder.
 
     Attributes:
-        rows: the rows.
-        shape: B, and the number Q of positions.
+        rows: rows of the batch that pass.
+        shape: B and Q, the number of positions.
         emitting: queries whose attention mass is wanted.
         instruction: queries of instruction tokens of any row; None if they are not wanted.
         row: layout, where prompts and completions pass as one row; None: padded rows pass.
@@ -45,14 +45,14 @@ class Pass:
     instruction: Queries | None
     row: Row | None
     done: set[int] = field(default_factory=set)
-    _found: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)  # sets of so many keys
+    _padded_sets: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)  # by number of keys, K
 
     def sets_of_keys(self, sets: Tensor, queries: tuple[int, ...], num_keys: int, device: torch.device) -> Tensor:
-        """Return the sets of the keys of an attention call over padded rows, (B, K, C) bool.
+        """Return the sets for the keys that an attention call over padded rows gets, (B, K, C) bool.
 
         Args:
-            sets: (N, P or S, C) bool, of the batch.
-            queries: number of rows and queries of the call.
+            sets: (N, P or S, C) bool, sets of the whole batch.
+            queries: B and Q of the call.
             num_keys: K.
             device: device of the call.
 
@@ -62,15 +62,15 @@ class Pass:
         if queries != self.shape or num_keys > self.shape[1]:
             call = f"A layer attends with rows and queries {queries} to {num_keys} keys, where {self.shape} pass"
             raise ConfigError(f"{call}: cross attention and fixed caches cannot be measured.")
-        if (num_keys, device) not in self._found:  # once for all layers
+        if (num_keys, device) not in self._padded_sets:  # all layers share it
             of_keys = sets[self.rows, :num_keys]
             of_keys = torch.nn.functional.pad(of_keys, (0, 0, 0, num_keys - of_keys.size(1)))
-            self._found[num_keys, device] = of_keys.to(device)
-        return self._found[num_keys, device]
+            self._padded_sets[num_keys, device] = of_keys.to(device)
+        return self._padded_sets[num_keys, device]
 
     @cached_property
     def places(self) -> Tensor:
-        """(B, T') places in the row of the wanted positions; -1: the position did not pass."""
+        """(B, T') where the wanted positions stand in the row; -1: the position did not pass."""
         assert self.row is not None
         return self.row.table[:, self.emitting.index.to(self.row.device)]
 
@@ -87,14 +87,14 @@ class PassPlan:
 
     Args:
         sets: (N, P or S, 2) bool, vision and instruction tokens.
-        rows: wanted positions, as `AttentionProbe` takes them.
+        rows: wanted positions, see `AttentionProbe`.
         measure_prompt: whether the queries of instruction tokens are wanted.
         prompt: P, if `sets` are of whole rows whose completions are measured; None: `sets` are of prompts, or `rows`
             says which positions are measured.
 
     Attributes:
         positions: wanted positions, increasing.
-        picks: places of the entries of `rows` among the positions.
+        picks: index of each entry of `rows` in `positions`.
         current: the running pass; None: no pass has begun.
     """
 
@@ -152,7 +152,7 @@ class PassPlan:
             return
         hidden, row = args[0] if args else kwargs["hidden_states"], kwargs.get(ROW)
         count, length = hidden.shape[:2] if row is None else row.shape
-        if not self._base_seen:  # a head that calls the decoder of its base model
+        if not self._base_seen:  # the head calls the decoder of its base model directly
             self._plan_positions(length)
         start, self._next_row = self._next_row, self._next_row + count
         self._check_rows(self._next_row <= len(self.sets), self._next_row)

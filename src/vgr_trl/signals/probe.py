@@ -42,12 +42,12 @@ def find_decoder(model: nn.Module) -> Any:
 
 
 def count_attention_layers(model: nn.Module) -> int:
-    """Return L, the number of layers of the language model with attention; other layers are not measured."""
+    """Return L, the number of attention layers in the language model; other layers are not measured."""
     return len({module.layer_idx for module in attention_modules(find_decoder(model))})
 
 
 def why_not_measurable(model: nn.Module) -> str | None:
-    """Return why the attention of a model cannot be measured; None: it can."""
+    """Return why the attention of a model cannot be measured, or None if it can."""
     if is_compiled(model):
         return "the model is compiled, and a compiled pass calls no other attention; switch torch.compile off."
     if (adapter := why_adapter_reads_whole_rows(model)) is not None:
@@ -79,7 +79,7 @@ class AttentionProbe(_Probe):
     """Measures how much attention the queries of a batch pay to vision and instruction tokens, within its block.
 
     Example:
-        >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
+        >>> model, processor = build_tiny_vlm([])  # from vgr_trl.demo.tiny_model
         >>> text = "<|vision_start|><|image_pad|><|vision_end|>which colour is it?"
         >>> inputs = processor(text=[text], images=[Image.new("RGB", (56, 56), "red")], return_tensors="pt")
         >>> tokens = {"vision_token_ids": vision_token_ids(model), "special_token_ids": special_token_ids(processor)}
@@ -212,8 +212,8 @@ class AttentionProbe(_Probe):
             self._maps[row, layer] = call.mass_on_keys(single_keys, current.emitting, slice(index, index + 1))[0]
         if current.instruction is not None:
             mass = call.mass_on_keys(sets, current.instruction)  # (B, P', C)
-            own = self.sets[current.rows][:, current.instruction.index.to(self.sets.device), 1].to(device)  # (B, P')
-            self._prompts[layer][current.rows] = (mass * own.unsqueeze(-1)).sum(1)
+            is_instruction = self.sets[current.rows][:, current.instruction.index.to(self.sets.device), 1].to(device)
+            self._prompts[layer][current.rows] = (mass * is_instruction.unsqueeze(-1)).sum(1)  # over P'
 
     def _measure_row(self, call: "AttentionCall", current: Pass, layer: int, kept: Collection[int]) -> None:
         """Measure a call over a row of prompts and completions."""
@@ -237,7 +237,7 @@ class AttentionProbe(_Probe):
 
 
 def _at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the values (L, C) at some places (…), 0 where a place is -1; (…, C)."""
+    """Gather the rows of `values` (L, C) at `places` (…), 0 where a place is -1; return (…, C)."""
     return values[places.clamp(min=0)] * (places >= 0).unsqueeze(-1)
 
 
@@ -273,8 +273,8 @@ class AttentionCall:
 
         Args:
             sets: (B', K, C), 1 for keys in a set and 0 for others, for B' of the B rows.
-            queries: queries of interest, T' of Q.
-            rows: the B' rows.
+            queries: T' of the Q queries, to measure.
+            rows: the B' of the B rows to measure.
         """
         width = self.key.size(-1)  # fused kernels require values as wide as keys
         return torch.cat([self._run_with_sets(part, queries, rows) for part in sets.split(width, dim=-1)], dim=-1)
@@ -302,7 +302,7 @@ class AttentionCall:
         key, query, options = self.key, self.query, {**self.options, "dropout": 0.0}
         flash = "flash" in self.module.config._attn_implementation
         if not self.packed:
-            # Causal kernels align the last query with the last key, so the keys end with those of the last query.
+            # Causal kernels align the last query with the last key, so the keys end at the last query's position.
             last = queries.stop if self._is_causal() else query.size(2)
             stop = key.size(2) - query.size(2) + last
             chosen = slice(queries.first, last) if flash else queries.index  # flash attention takes consecutive queries
@@ -323,9 +323,9 @@ class AttentionCall:
         """Return the arguments of the call for some rows and queries.
 
         Args:
-            chosen: the queries.
-            stop: number of keys.
-            rows: the rows.
+            chosen: queries to keep, T'.
+            stop: number of keys to keep, K'.
+            rows: rows to keep, B'.
             flash: whether the function is flash attention.
         """
         if any(self.options.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
@@ -337,7 +337,7 @@ class AttentionCall:
                 of_rows = per_query[rows] if per_query.size(0) > 1 else per_query
                 kept[name] = of_rows[:, :, chosen, :stop]
         mask = kept.get("attention_mask")
-        if mask is None and not flash and self._is_causal():  # which the function masks by itself for all queries
+        if mask is None and not flash and self._is_causal():  # the function's own causal mask needs all queries
             before, device = self.key.size(2) - self.query.size(2), self.key.device
             position = torch.arange(before, self.key.size(2), device=device)[chosen]  # (T',)
             kept["attention_mask"] = (position.unsqueeze(1) >= torch.arange(stop, device=device))[None, None]
@@ -357,7 +357,7 @@ def _attend_and_measure(
     measure: Callable[[AttentionCall], None], packed: bool, attention: Any,
     module: nn.Module, query: Any, key: Any, value: Any, *mask: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Call an attention function, and `measure` with the call; a layer gives its mask by position or by name."""
+    """Call an attention function, then `measure` its call; layers pass the mask by position or by name."""
     outputs = attention(module, query, key, value, *mask, **kwargs)
     options = dict(zip(("attention_mask",), mask, strict=False)) | kwargs
     measure(AttentionCall(attention, module, query, key, options, packed))
@@ -367,7 +367,7 @@ def _attend_and_measure(
 def cosine_similarity(
     emitting: torch.Tensor, image: torch.Tensor, over: str, seen: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the cosine similarity of T hidden states to the hidden states of an image, (T,) float32 in [-1, 1].
+    """Compare T hidden states with an image's hidden states by cosine similarity, (T,) float32 in [-1, 1].
 
     Args:
         emitting: (T, D) hidden states of the positions that emit tokens.
@@ -379,11 +379,11 @@ def cosine_similarity(
         return torch.full((len(emitting),), torch.nan, device=emitting.device)
     if seen is None:
         seen = torch.full((len(emitting),), len(image), device=emitting.device)
-    states, others = normalize(emitting.float(), dim=-1), image.float()
-    ranks = torch.arange(1, len(others) + 1, device=others.device)  # (V,)
+    states, image_states = normalize(emitting.float(), dim=-1), image.float()
+    ranks = torch.arange(1, len(image_states) + 1, device=image_states.device)  # (V,)
     if over == "centre":
-        others = others.cumsum(0) / ranks.unsqueeze(1)
-    cosines = states @ normalize(others, dim=-1).T  # (T, V)
+        image_states = image_states.cumsum(0) / ranks.unsqueeze(1)
+    cosines = states @ normalize(image_states, dim=-1).T  # (T, V)
     if over != "centre":
         cosines = cosines.cummax(1).values if over == "max" else cosines.cumsum(1) / ranks
     cosines = cosines.gather(1, (seen - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
@@ -391,18 +391,18 @@ def cosine_similarity(
 
 
 class SimilarityProbe(ExitStack):
-    """Measures the `cosine_similarity` to the image of positions that emit completions, within its block.
+    """Measures how similar the hidden states that emit completions are to the image's, within its block.
 
         with SimilarityProbe(model, vision) as probe:
             model(**inputs)
         probe.similarity
 
-    The batch may run in several calls of consecutive rows, and with `share_prompts`; hidden states of an image are then
-    those of the pass over the prompts.
+    `cosine_similarity` compares them. The batch may run in several calls of consecutive rows, and with `share_prompts`;
+    the image's hidden states then come from the pass over the prompts.
 
     Args:
         model: transformers model, also wrapped.
-        vision: (N, P) bool, image tokens of the prompts; with `prompt` (N, S), of whole rows.
+        vision: (N, P) bool, image tokens of the prompts; with `prompt` (N, S), image tokens of whole rows.
         layer: number of the hidden states, in [-L - 1, L].
         over: `max`, `mean` or `centre`, see `cosine_similarity`.
         prompt: P, where completions hold images: each position is compared with earlier images.
@@ -428,7 +428,7 @@ class SimilarityProbe(ExitStack):
         self._attention, layers = attention_modules(decoder)[0], decoder_layers(decoder)
         self._number = hidden_state_number(layer, len(layers))
         self._read = decoder if self._number == len(layers) else layers[max(self._number - 1, 0)]
-        self._found: list[tuple[slice, torch.Tensor]] = []
+        self._similarities: list[tuple[slice, torch.Tensor]] = []
 
     def __enter__(self) -> Self:
         self._plan.hook(self, self._base, self._attention)
@@ -444,7 +444,7 @@ class SimilarityProbe(ExitStack):
         """
         self._plan.check_complete()
         result = torch.full((len(self.vision), len(self._plan.positions)), torch.nan, device=self.vision.device)
-        for rows, values in self._found:
+        for rows, values in self._similarities:
             result[rows] = values.to(result.device)
         return result
 
@@ -472,7 +472,7 @@ class SimilarityProbe(ExitStack):
                 emitting, image = states[0][places[positions]], states[0][places[vision]]
             seen = None if self._seen is None else self._seen[row].to(states.device)[positions]
             values.append(cosine_similarity(emitting, image, self.over, seen))
-        self._found.append((current.rows, torch.stack(values)))
+        self._similarities.append((current.rows, torch.stack(values)))
 
 
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:

@@ -99,7 +99,7 @@ def build_modality_masks(
 
 
 def vision_token_ids(model: Any, processor: Any = None) -> tuple[int, ...]:
-    """Return the ids of the placeholder tokens of images and videos, from the model's configuration and the processor.
+    """Collect the placeholder ids of images and videos from the model's configuration and the processor.
 
     Args:
         model: transformers model, or its configuration; None: only the processor is read.
@@ -120,7 +120,7 @@ def tokenizer_of(processor: Any) -> Any:
 
 
 def special_token_ids(processor: Any) -> tuple[int, ...]:
-    """Return the ids of the special tokens of a processor or tokenizer, declared or added as special."""
+    """Return the ids of all tokens that a processor or tokenizer declares special, or that were added as special."""
     tokenizer = tokenizer_of(processor)
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return tuple(sorted({*tokenizer.all_special_ids, *added}))
@@ -160,7 +160,7 @@ def last_layers(num_layers: int, count: int | None, scheme: str, name: str) -> l
     Args:
         num_layers: L, at least 1.
         count: number of layers, in [1, L], or None.
-        scheme: as in `split_layers`.
+        scheme: split into segments, see `split_layers`.
         name: the option that gives `count`, for the message.
 
     Raises:
@@ -257,11 +257,11 @@ def _ratio(vision: Tensor, instruction: Tensor, num_vision: Tensor, num_instruct
 
 
 def measure_segments(mass: AttentionMass, scheme: str, mdi_balance_ratio: float) -> dict[str, Tensor]:
-    """Return the six `ATTENTION_QUANTITIES` of the completions, (N, 6), per segment of layers; NaN where undefined.
+    """Return the six `ATTENTION_QUANTITIES` per segment of layers, (N, 6); NaN where undefined.
 
     Args:
         mass: attention mass (L, N, T).
-        scheme: as in `split_layers`.
+        scheme: split into segments, see `split_layers`.
         mdi_balance_ratio: R of `mdi_balance`.
     """
     segments = {}
@@ -292,7 +292,7 @@ def visual_dependency(logps: Tensor, perturbed_logps: Tensor) -> Tensor:
 
 
 def entropies_of(logps: Tensor) -> Tensor:
-    """Return the entropies (C,) of (C, vocabulary) log-probabilities; changes its argument in place."""
+    """Return entropies (C,) from log-probabilities (C, vocabulary), which it changes in place."""
     probabilities = logps.exp()
     # A forbidden token has the logit -inf and adds nothing.
     sums: Tensor = torch.linalg.vecdot(probabilities, logps.clamp_(min=torch.finfo(logps.dtype).min))
@@ -300,21 +300,21 @@ def entropies_of(logps: Tensor) -> Tensor:
 
 
 def bounded(logps: Tensor) -> Tensor:
-    """Return log-probabilities with the lowest number in place of -inf, so that forbidden tokens add 0 to a sum."""
+    """Replace -inf by the lowest finite number, so that forbidden tokens add 0 to a sum."""
     return logps.clamp(min=torch.finfo(logps.dtype).min)
 
 
-def jensen_shannon(logits: Tensor, others: Tensor) -> Tensor:
-    """Return the Jensen-Shannon divergence of two distributions, in [0, ln 2]: the mean KL of each to their mean.
+def jensen_shannon(logits: Tensor, other_logits: Tensor) -> Tensor:
+    """Return the Jensen-Shannon divergence, in [0, ln 2]: the KL of two distributions to their mean, averaged.
 
     Args:
         logits: (..., vocabulary), logits of one distribution.
-        others: (..., vocabulary), logits of the other distribution.
+        other_logits: (..., vocabulary), logits of the other distribution.
 
     Returns:
         (...) float32, in nats.
     """
-    one, other = (bounded(torch.log_softmax(side.float(), -1)) for side in (logits, others))
-    mean = torch.logaddexp(one, other) - math.log(2)
-    halves = [(side.exp() * (side - mean)).sum(-1) for side in (one, other)]
+    log_p, log_q = (bounded(torch.log_softmax(side.float(), -1)) for side in (logits, other_logits))
+    mean = torch.logaddexp(log_p, log_q) - math.log(2)
+    halves = [(side.exp() * (side - mean)).sum(-1) for side in (log_p, log_q)]
     return ((halves[0] + halves[1]) / 2).clamp(0, math.log(2))

@@ -30,7 +30,7 @@ class RolloutScorer:
     """Scores completions with a transformers model, and measures in the same pass which tokens looked at the image.
 
     Example:
-        >>> model, processor = build_tiny_vlm([])  # of vgr_trl.demo.tiny_model
+        >>> model, processor = build_tiny_vlm([])  # from vgr_trl.demo.tiny_model
         >>> text = "<|vision_start|><|image_pad|><|vision_end|>which colour is it?"
         >>> images = [[Image.new("RGB", (56, 56), "red")]] * 2
         >>> prompts = processor(text=[text] * 2, images=images, return_tensors="pt")
@@ -107,7 +107,7 @@ class RolloutScorer:
                 sees its own future; `DAPOTrainer` corrects that).
 
         Returns:
-            Log-probabilities and entropies (0 where the mask is), the attention mass and the similarity.
+            Signals with log-probabilities and entropies, 0 outside the mask, attention mass and similarity.
 
         Raises:
             DataError: the shapes do not fit together, or images cannot be assigned to the rows of a chunk.

@@ -27,7 +27,7 @@ from vgr_trl.signals.ratios import AttentionMass, build_modality_masks, entropie
 
 
 class Purpose(Enum):
-    """Purpose of a pass, stated by its caller; the value names the stage of the clock that times the pass."""
+    """Purpose of a pass, stated by its caller; its value names the clock stage that times the pass."""
 
     ROLLOUT = "old_logps"
     REFERENCE = "reference"
@@ -47,7 +47,7 @@ class AttentionPlan:
         mass: whether the attention mass is measured.
         region: (N, P) bool, vision tokens whose attention is measured apart; None: none.
         keep_rows: rows whose attention to the vision tokens is kept token by token.
-        keep_layers: layers that it is kept of, by their number among the layers with attention; None: all.
+        keep_layers: layers whose attention is kept, numbered among the layers with attention; None: all.
         measure_prompt: whether the prompt's instruction tokens are measured as queries too.
         similarity: layer and pooling of `SimilarityProbe`; None: hidden states are not compared with the image.
         per_image: whether the attention to each image is measured apart.
@@ -96,16 +96,16 @@ class Scores:
 
     Attributes:
         logps: (N, T), log-probabilities of the tokens.
-        mask: (N, T) bool, positions that were scored: the valid tokens, or the wanted ones; all others are 0.
+        mask: (N, T) bool, positions that were scored, 0 elsewhere.
         entropies: (N, T), in nats.
-        hidden: (N, T, D), hidden states of the positions that emit the tokens; anything where none ran.
-        values: (N, T).
+        hidden: (N, T, D), hidden states at the predicting positions; arbitrary where none ran.
+        values: (N, T), values of a critic's head.
         attention: attention mass (L, N, T), whose mask is `mask`.
         prompt_attention: attention mass of the prompt's instruction tokens, (L, N, 1).
         maps: row -> attention to its vision tokens, (layers, T, V).
         similarity: (N, T) float32.
         per_image: per row, the attention to each of its images in [0, 1]; None where it is undefined or unknown.
-        router_loss: scalar.
+        router_loss: scalar, load-balancing loss of a mixture of experts.
         rows_run: number of rows that ran.
     """
 
@@ -155,8 +155,8 @@ def score(
 
     Args:
         model: transformers model, also wrapped.
-        batch: completions, for several chunks with the numbers of images of each row. Tokens of tools do not count;
-            their images are vision and their texts instruction.
+        batch: completions; several chunks need `num_images`. Tokens of tools do not count; their images are vision and
+            their texts instruction.
         want: quantities to return beside log-probabilities.
         compute: runs one call of the model. None: the base model runs, and `Head` scores its hidden states.
         rows_per_pass: rows of a chunk; None: all.
@@ -211,10 +211,10 @@ def _compute_by_base(temperature: float, model: nn.Module, batch: Batch, want: W
 def _build_probes(
     model: nn.Module, batch: Batch, plan: AttentionPlan | None, rows: range
 ) -> tuple[AttentionProbe | None, SimilarityProbe | None]:
-    """Build the probes of a chunk, whose rows have the numbers `rows` in the whole batch."""
+    """Build the probes of a chunk; `rows` are the numbers of its rows in the whole batch."""
     if plan is None:
         return None, None
-    whole = None if batch.own is None else batch.width  # P, where masks are of whole rows
+    whole = None if batch.own is None else batch.width  # P, if masks cover whole rows
     ids, unwritten = (batch.prompt_ids, batch.prompt_mask.bool()) if whole is None else (batch.ids, batch.unwritten)
     masks = build_modality_masks(
         ids, unwritten, vision_token_ids=plan.vision_token_ids, special_token_ids=plan.special_token_ids
@@ -246,7 +246,7 @@ def _count_seen(sets: Tensor, length: int) -> dict[str, Tensor]:
 def _measure_images(
     probe: AttentionProbe, mask: Tensor, layers: Sequence[int] | None, num_images: Sequence[int] | None
 ) -> list[list[float | None]]:
-    """Return each row's mean attention to each of its images, over layers and over the valid tokens behind it.
+    """Average each row's attention to each of its images over layers and over the valid tokens behind the image.
 
     Args:
         mask: (N, T) bool, valid tokens.
@@ -274,7 +274,7 @@ _JOIN: Mapping[type, Callable[[list[Any]], Any]] = {
 
 
 def _join(parts: Sequence[Scores]) -> Scores:
-    """Concatenate the scores of chunks in which the same was wanted."""
+    """Concatenate the scores of chunks that were scored with the same `Want`."""
     columns = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
     wanted = {name: values for name, values in columns.items() if values[0] is not None}
     joined: dict[str, Any] = {}
@@ -285,7 +285,7 @@ def _join(parts: Sequence[Scores]) -> Scores:
 
 
 def policy_is_active(model: torch.nn.Module) -> bool:
-    """Whether a model without adapters, or with the adapters that train: not switched off, and no reference."""
+    """Whether the policy's weights are active: its adapters are on, or it has none, and no reference is on."""
     wrappers = (module for module in model.modules() if isinstance(module, PeftModel))
     return all(wrapper.has_active_enabled_adapter and "ref" not in wrapper.active_adapters for wrapper in wrappers)
 
@@ -350,10 +350,10 @@ class Head:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Have the head's weights whole in this block, which all processes enter together."""
+        """Gather the head's weights in this block, which all processes enter together."""
         gathered: Any = nullcontext()
         if is_deepspeed_zero3_enabled():
-            from trl.trainer.utils import maybe_gather_lm_head_ctx  # which verl and EasyR1 lack
+            from trl.trainer.utils import maybe_gather_lm_head_ctx  # verl and EasyR1 run without TRL
 
             gathered = maybe_gather_lm_head_ctx(*self.linear.parameters())
         with gathered, patched_attribute(self.linear, "_parameters", full_weights(self.linear)):
@@ -387,10 +387,10 @@ class Head:
         return logits
 
     def score(self, hidden: Tensor, tokens: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of tokens and entropies of their distributions, 0 where `mask` is False.
+        """Return the tokens' log-probabilities and the entropies of their distributions, 0 where `mask` is False.
 
         Args:
-            hidden: (N, T, D), of the positions that emit the tokens.
+            hidden: (N, T, D), hidden states at the predicting positions.
             tokens: (N, T) int64.
             mask: (N, T) bool.
             temperature: logits are divided by it.
@@ -405,12 +405,12 @@ class Head:
 
         return self._measure_by_position(measure, mask, hidden, tokens)
 
-    def shift(self, hidden: Tensor, others: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def shift(self, hidden: Tensor, other_hidden: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return how far the distributions of two passes differ, and the entropies of the other pass.
 
         Args:
-            hidden: (N, T, D), of the positions that emit the tokens.
-            others: (N, T, D), of the same positions in the other pass.
+            hidden: (N, T, D), hidden states at the predicting positions.
+            other_hidden: (N, T, D), hidden states at the same positions in the other pass.
             mask: (N, T) bool.
             temperature: logits are divided by it.
 
@@ -419,24 +419,24 @@ class Head:
         """
 
         def measure(states: Tensor, other_states: Tensor) -> Tensor:
-            logits, other = (self.logits(side).float() / temperature for side in (states, other_states))
-            return torch.stack([jensen_shannon(logits, other), entropies_of(torch.log_softmax(other, dim=-1))])
+            logits, theirs = (self.logits(side).float() / temperature for side in (states, other_states))
+            return torch.stack([jensen_shannon(logits, theirs), entropies_of(torch.log_softmax(theirs, dim=-1))])
 
-        return self._measure_by_position(measure, mask, hidden, others, passes=2)
+        return self._measure_by_position(measure, mask, hidden, other_hidden, passes=2)
 
     @torch.no_grad()
     def most_likely(self, hidden: Tensor, mask: Tensor, count: int, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the most likely tokens of each position, and their log-probabilities.
 
         Args:
-            hidden: (N, T, D), of the positions that emit the tokens.
+            hidden: (N, T, D), hidden states at the predicting positions.
             mask: (N, T) bool; other positions get 0.
             count: number of tokens, K; 0, or more than there are: all.
             temperature: logits are divided by it.
 
         Returns:
-            Tokens (N, T, K) int32, the most likely first, and (N, T, K + 1) float32, last of all other tokens together;
-            (N, T, K) if there are no others.
+            Tokens (N, T, K) int32, the most likely first, and log-probabilities (N, T, K + 1) float32, whose last
+            column is the rest of the vocabulary; (N, T, K) if K is the whole vocabulary.
         """
         count = min(count or self.vocabulary, self.vocabulary)
         ids = torch.zeros(*mask.shape, count, dtype=torch.int32, device=hidden.device)
@@ -450,7 +450,7 @@ class Head:
         return ids, logps
 
     def split(self, *of_positions: Tensor, passes: int = 1) -> Iterator[tuple[Tensor, ...]]:
-        """Split tensors over the same positions into parts whose logits fit, for as many passes as given."""
+        """Split tensors over the same positions into parts whose logits fit into memory for `passes` passes."""
         logits = LOGITS_AT_A_TIME.get(of_positions[0].device.type, LOGITS_AT_A_TIME["cpu"])
         size = max(logits // (passes * self.vocabulary), 1)
         parts = zip(*(values.split(size) for values in of_positions), strict=True)
@@ -475,11 +475,11 @@ def _top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def rest_of(logps: Tensor, ids: Tensor) -> Tensor:
-    """Return the log-probability (…, 1) of all tokens but some together.
+    """Return the log-probability (…, 1) of the rest of the vocabulary.
 
     Args:
         logps: (…, vocabulary).
-        ids: (…, K), tokens that are left out.
+        ids: (…, K), tokens outside the rest.
     """
     # With -inf in place of these tokens, gradients would be NaN where no other token is allowed.
     return logps.scatter(-1, ids.long(), torch.finfo(logps.dtype).min).logsumexp(-1, keepdim=True)
@@ -487,7 +487,7 @@ def rest_of(logps: Tensor, ids: Tensor) -> Tensor:
 
 @contextmanager
 def read_hidden_states(model: nn.Module, completion_length: int) -> Iterator[list[Tensor]]:
-    """Yield a list to which each pass of this block adds the hidden states (N, T, D) of its emitting positions.
+    """Yield a list to which each pass in this block appends hidden states (N, T, D) at its predicting positions.
 
     Args:
         model: transformers model, also wrapped.

@@ -1,4 +1,4 @@
-"""Plan what a run measures, and the work that passes share or skip, with the reasons where they do not."""
+"""Plan a run's measurements and the work that passes share or skip, with reasons where they do not."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,7 +61,7 @@ def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: Dummy
     spread, rows = _why_rollout_is_spread(args), why_rows_matter(facts, args.loss_type)
     unshared = "training does not share prompts" if training else None
     headless = "a model that is its own base" if base is causal else None
-    sharded = "sharded parameters" if facts.is_sharded else None  # which FSDP does in `train()`
+    sharded = "sharded parameters" if facts.is_sharded else None  # FSDP shards in `train()`
     router = "the load-balancing loss reads all tokens" if facts.has_router_loss else None
     option = find_every_token_option(args)
     read = compiled or router or (f"{option} reads all tokens" if option else None)
@@ -193,18 +193,18 @@ _REGROUPABLE_LOSSES = {"dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "lus
 def why_rows_matter(facts: RunFacts, loss_type: str) -> str | None:
     """Return why a loss depends on which rows share a micro-batch, or None if it does not."""
     args = facts.args
-    found = _first(
+    why = _first(
         (loss_type not in _REGROUPABLE_LOSSES, f"the loss {loss_type}"),
         (args.entropy_coef != 0 or args.use_adaptive_entropy, "the entropy term"),
         (args.top_entropy_quantile < 1.0, "top_entropy_quantile"),
         (facts.has_router_loss, "the load-balancing loss"),
         (facts.own_loss and args.most_rows_per_pass is None, "a loss of your own (without a number as rows_per_pass)"),
     )
-    return found and f"{found} is taken over the tokens of a micro-batch"
+    return why and f"{why} is taken over the tokens of a micro-batch"
 
 
 def plan_dummy_image(facts: RunFacts, accelerator: Accelerator) -> DummyImage | None:
-    """Return the image that a process without images puts through the vision tower, or None if none is needed."""
+    """Build the dummy image for processes without images, or return None if none is needed."""
     base, processor = base_of(causal_model(facts.model)), getattr(facts.processor, "image_processor", None)
     alone = accelerator.num_processes == 1 and not tower_trains(base)
     reads_images = facts.has_images and facts.is_vlm and processor is not None and hasattr(base, "get_image_features")
@@ -214,7 +214,7 @@ def plan_dummy_image(facts: RunFacts, accelerator: Accelerator) -> DummyImage | 
 
 
 def plan_vision(facts: RunFacts) -> VisionCache:
-    """Return the cache of image features of a run, on or off."""
+    """Build a run's cache of image features, on or off."""
     base, megabytes = base_of(causal_model(facts.model)), facts.args.vision_cache_megabytes
     why = _first(
         (not facts.has_images, "data without images"),
@@ -226,7 +226,7 @@ def plan_vision(facts: RunFacts) -> VisionCache:
 
 
 def describe_sharing(features: Features, num_generations: int, passes: RowsPerPass) -> str:
-    """Return where prompts are computed once, why not elsewhere, and which micro-batches are joined.
+    """Describe where prompts are computed once, why not elsewhere, and which micro-batches are joined.
 
     Args:
         num_generations: completions per prompt.
@@ -242,7 +242,7 @@ def describe_sharing(features: Features, num_generations: int, passes: RowsPerPa
     sharing = f"Each prompt is computed once for its {num_generations} completions: {'; '.join(where)}."
     if not features.share_training.enabled:
         return sharing
-    sharing, rows = f"{sharing}{passes}", passes.given * passes.joined
+    sharing, rows = f"{sharing}{passes}", passes.original * passes.joined
     if rows >= num_generations:
         return sharing
     parts = f"{-(-num_generations // rows)} micro-batches of {rows}"
@@ -324,7 +324,7 @@ def plan_measurement(facts: RunFacts) -> Measurement:
 
 
 def find_needed_measurements(facts: RunFacts) -> dict[str, str]:
-    """Return the measurements that are needed, each with the first reward, rule, signal or option that reads it."""
+    """Map each needed measurement to the first reward, rule, signal or option that reads it."""
     args, needed = facts.args, dict[str, str]()
     for name, reward in facts.rewards.items():
         columns, signals = needed_signal_columns(reward) - {*(facts.train_columns or ())}, needed_signals(reward)
@@ -356,7 +356,7 @@ def find_needed_measurements(facts: RunFacts) -> dict[str, str]:
 
 
 def why_not_measured(facts: RunFacts, need: str, vision_tokens: Sequence[int]) -> str | None:
-    """Return why a measurement cannot be made with this model, these data and this generation, or None if it can.
+    """Return why model, data or generation do not allow a measurement, or None if they do.
 
     Args:
         need: name of the measurement.

@@ -74,7 +74,7 @@ def plan_rewards(
     """
     several = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     sizes: Any = {"max_completion_length": args.max_completion_length, "soft_punish_cache": args.soft_punish_cache}
-    rewards = [load_reward(each, **sizes) if is_reward_name(each) else each for each in several if each is not None]
+    rewards = [load_reward(spec, **sizes) if is_reward_name(spec) else spec for spec in several if spec is not None]
     if args.vgr_hard_negative:
         rewards = replace_by_hard_negative(rewards)
     if args.attention_reward_scale == "accuracy":
@@ -94,14 +94,14 @@ MAY_DIFFER_BY_PROCESS = {  # options that may differ between the processes of a 
 
 
 def refuse_differing_options(args: DAPOConfig) -> None:
-    """Raise `ConfigError` on all processes if their options differ; training would be wrong in silence."""
+    """Raise `ConfigError` on all processes if their options differ, because training would be silently wrong."""
     plain = (str, int, float, list, dict, type(None))
-    given = {name: repr(value) for name, value in vars(args).items() if isinstance(value, plain) and name[0] != "_"}
-    of_all = gather_object([{name: value for name, value in given.items() if name not in MAY_DIFFER_BY_PROCESS}])
+    options = {name: repr(value) for name, value in vars(args).items() if isinstance(value, plain) and name[0] != "_"}
+    of_all = gather_object([{name: value for name, value in options.items() if name not in MAY_DIFFER_BY_PROCESS}])
     for name in of_all[0]:
-        for number, each in enumerate(of_all):
-            if each.get(name) != of_all[0][name]:
-                values = f"{of_all[0][name]} in process 0 and {each.get(name)} in process {number}"
+        for number, others_options in enumerate(of_all):
+            if others_options.get(name) != of_all[0][name]:
+                values = f"{of_all[0][name]} in process 0 and {others_options.get(name)} in process {number}"
                 raise ConfigError(f"{name} is {values}: give all processes the same options.")
 
 
@@ -117,8 +117,8 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
         needed = "advantage_estimator grpo without replay_buffer_size, dynamic_sampling and online_filtering"
         raise ConfigError(f"multi_objective_aggregation is {aggregation}: use sum_then_normalize, or {needed}.")
     if estimator == "remax" and (maker or args.use_vllm or batching):
-        other = maker or ("vLLM" if args.use_vllm else "continuous batching")
-        raise ConfigError(f"advantage_estimator is remax with {other}, but needs transformers to generate: use rloo.")
+        engine = maker or ("vLLM" if args.use_vllm else "continuous batching")
+        raise ConfigError(f"advantage_estimator is remax with {engine}, but needs transformers to generate: use rloo.")
     of_transformers = {} if args.use_vllm else args.generation_kwargs or {}
     if unknown := [name for name in of_transformers if name not in vars(GenerationConfig())]:
         raise ConfigError(f"generation_kwargs has {', '.join(unknown)}, which GenerationConfig of transformers lacks.")
@@ -190,8 +190,8 @@ def refuse_unfit_model(model: Any, processor: Any) -> None:
     newer, older = version("transformers"), version("peft")
     differ = Version(newer) >= Version("5.24") and Version(older) <= Version("0.21.2")
     if differ and isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        found = f"transformers {newer} generates otherwise than peft {older} trains"
-        raise ConfigError(f'{found} virtual tokens: pip install "transformers<5.24", or train LoRA.')
+        mismatch = f"transformers {newer} generates otherwise than peft {older} trains"
+        raise ConfigError(f'{mismatch} virtual tokens: pip install "transformers<5.24", or train LoRA.')
     # The processor pads its token types on the right, and TRL the prompts on the left: positions are silently wrong.
     reads_types = any(name in signature(type(causal_model(model)).forward).parameters for name in TOKEN_TYPES)
     if reads_types and isinstance(processor, ProcessorMixin) and processor.tokenizer.padding_side != "left":
@@ -203,17 +203,17 @@ def check_head(device: torch.device, installed: str | None = None) -> None:
     """Raise `UnsupportedTRLError` if TRL's fused head cannot run: before 1.16 it is only a Triton kernel.
 
     Args:
-        installed: version of TRL; None: that of the installed package.
+        installed: version of TRL; None: the installed version.
     """
     kernel = getattr(utils, "_ChunkedLogProbFunction", None)
     of_trl = kernel is None or kernel.__module__.startswith("trl.")
     if release(installed) < Version("1.16") and of_trl and device.type not in ("cuda", "xpu"):
-        found = f"TRL {installed or version('trl')} scores by a Triton kernel, but the model is on {device.type}"
-        raise UnsupportedTRLError(f'{found}: train on a GPU, or pip install "trl>=1.16".')
+        mismatch = f"TRL {installed or version('trl')} scores by a Triton kernel, but the model is on {device.type}"
+        raise UnsupportedTRLError(f'{mismatch}: train on a GPU, or pip install "trl>=1.16".')
 
 
 def find_idle_options(run: Run, changes_weights: bool, evaluates: bool) -> dict[str, str]:
-    """Return why each option of a run that is not at its default has no effect, by name.
+    """Explain by name which options without their default value have no effect in a run.
 
     Args:
         run: options, rewards and measurements.

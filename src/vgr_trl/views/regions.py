@@ -1,7 +1,7 @@
-"""Find the vision tokens of the regions that questions are about, for models whose pixel inputs are known.
+"""Find the vision tokens inside the regions that questions are about.
 
 The processor itself tells which part of an image is within a region: it gets an image of the same size that is white
-there and black elsewhere, so that resizing, cropping, padding and tiles are its own. This file adds how patches become
+there and black elsewhere, which it resizes, crops, pads and tiles like the image. This file adds how patches become
 tokens.
 """
 
@@ -45,24 +45,24 @@ def region_mask(run: Run, rollout: Rollout, prompt_ids: torch.Tensor) -> torch.T
     for row in range(len(rollout.rows)):
         images = images_in(rollout.messages[row])
         if len(images) == 1 and (
-            found := boxes_of(rollout.rows[row], images[0].size, f"The {describe_row(rollout.rows[row])}")
+            row_boxes := boxes_of(rollout.rows[row], images[0].size, f"The {describe_row(rollout.rows[row])}")
         ):
             number = (rollout.first + row) // size
-            boxes[number] = found
+            boxes[number] = row_boxes
             members.setdefault(number, []).append(row)
     if not boxes:
         return region
     leaders = [rows[0] for rows in members.values()]
 
     def draw(regions: Iterable[list[Box]]) -> dict[str, Tensor]:
-        """Return the pixel inputs of the prompts with drawings of regions in place of their images."""
+        """Return the pixel inputs of the leaders' prompts, whose images are replaced by drawings of regions."""
         prompts = [rollout.messages[row] for row in leaders]
         sizes = [images_in(prompt)[0].size for prompt in prompts]
-        drawn = [[draw_regions(each, size)] for each, size in zip(regions, sizes, strict=False)]
+        drawn = [[draw_regions(row_boxes, size)] for row_boxes, size in zip(regions, sizes, strict=False)]
         return image_tensors(run.tokenize([*map(replace_images, prompts, drawn)]).fields)
 
     shown, black, white = map(draw, (boxes.values(), repeat([]), repeat(_WHOLE)))
-    lit = lit_share(*(given["pixel_values"] for given in (shown, black, white)))
+    lit = lit_share(*(inputs["pixel_values"] for inputs in (shown, black, white)))
     drawings = RowImages.count(shown, vision[leaders].cpu(), [1] * len(leaders))
     parts = drawings.slices["pixel_values"]
     for index, rows in enumerate(members.values()):
@@ -93,7 +93,7 @@ def draw_regions(boxes: Sequence[Box], size: tuple[int, int]) -> Image.Image:
     return image
 
 
-ENOUGH = 0.5  # a token whose share within the region is at least this belongs to it
+MIN_REGION_SHARE = 0.5  # a token belongs to a region if at least this share of it lies inside
 
 
 def lit_share(region: Tensor, black: Tensor, white: Tensor) -> Tensor:
@@ -112,34 +112,34 @@ def lit_share(region: Tensor, black: Tensor, white: Tensor) -> Tensor:
 def select_region(shares: Tensor) -> Tensor:
     """Return the tokens of the region, (V,) bool: tokens at least half within it, or else the most covered tokens."""
     most = shares.max() if len(shares) else shares.sum()
-    return (shares >= most.clamp(max=ENOUGH) - 1e-6) & (shares > 0)
+    return (shares >= most.clamp(max=MIN_REGION_SHARE) - 1e-6) & (shares > 0)
 
 
-def token_shares(lit: Tensor, given: Mapping[str, Tensor], num_tokens: int) -> Tensor:
+def token_shares(lit: Tensor, inputs: Mapping[str, Tensor], num_tokens: int) -> Tensor:
     """Return the lit share of each vision token of one image, (V,) in [0, 1].
 
     Args:
         lit: share of white in each entry of the image's `pixel_values`, in [0, 1].
-        given: the image's pixel inputs.
+        inputs: pixel inputs of the image.
         num_tokens: V, vision tokens of the image.
 
     Raises:
         DataError: the pixels cannot be assigned to the tokens.
     """
-    if "image_grid_thw" in given:  # Qwen, GLM: the patches of a token are adjacent
+    if "image_grid_thw" in inputs:  # Qwen, GLM: the patches of a token are adjacent
         patches = lit.flatten(1).mean(1)
-        found = patches.view(num_tokens, -1).mean(1) if num_tokens and not len(patches) % num_tokens else patches
-    elif "spatial_shapes" in given or "image_sizes" in given:  # tiles of unequal size: unknown
-        found = lit.new_zeros(0)
+        shares = patches.view(num_tokens, -1).mean(1) if num_tokens and not len(patches) % num_tokens else patches
+    elif "spatial_shapes" in inputs or "image_sizes" in inputs:  # tiles of unequal size: unknown
+        shares = lit.new_zeros(0)
     else:  # squares: one image, its tiles, or its tiles padded to the tiles of another row
         squares = lit.flatten(0, 1) if lit.ndim == 5 else lit
-        if (mask := given.get("pixel_attention_mask")) is not None:
+        if (mask := inputs.get("pixel_attention_mask")) is not None:
             squares = squares[mask.flatten(0, 1).flatten(1).any(1)]
         side = math.isqrt(num_tokens // max(len(squares), 1))
         pooled = adaptive_avg_pool2d(squares.mean(1, keepdim=True), side) if side else lit.new_zeros(0)
-        found = pooled.flatten()  # square by square, row by row
-    if len(found) != num_tokens:
-        shapes = {name: tuple(value.shape) for name, value in given.items()}
+        shares = pooled.flatten()  # square by square, row by row
+    if len(shares) != num_tokens:
+        shapes = {name: tuple(value.shape) for name, value in inputs.items()}
         unknown = f"An image has {num_tokens} tokens and the pixel inputs {shapes}, which cannot be matched"
         raise DataError(f"{unknown}: switch off options that read regions for this processor.")
-    return found
+    return shares

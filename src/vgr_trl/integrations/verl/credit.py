@@ -44,8 +44,8 @@ from vgr_trl.rewards.functions import (
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import AttentionMass, vision_gain_ratio
 
-_WEIGHTS = {key: known.option for key, known in EASYR1_KEYS.items() if str(known.option).startswith("token_weights")}
-OPTION_ALIASES = {key.removeprefix("algorithm."): str(option) for key, option in _WEIGHTS.items()}  # of ports of EasyR1
+_WEIGHTS = {key: row.option for key, row in EASYR1_KEYS.items() if str(row.option).startswith("token_weights")}
+OPTION_ALIASES = {key.removeprefix("algorithm."): str(option) for key, option in _WEIGHTS.items()}  # EasyR1's ports
 _AVAILABLE_SIGNALS = ("attention", "dependency", "entropies", "logps")  # to credit rules
 _UNSUPPORTED_OPTIONS = {
     "compute_attention_metrics", "attention_source", "attention_rows", "check_pixels", "engine_distance_limit",
@@ -80,12 +80,12 @@ class SignalOptions(MeasureOptions, LossOptions):
         Raises:
             ConfigError: an option is unknown, unsupported, given twice, out of range, or has no effect.
         """
-        known = {field.name for field in fields(cls)} - _UNSUPPORTED_OPTIONS
+        accepted_names = {field.name for field in fields(cls)} - _UNSUPPORTED_OPTIONS
         values: dict[str, Any] = {}
         for key, value in (stated or {}).items():
             name = OPTION_ALIASES.get(key, key)
-            if name not in known:
-                accepted = ", ".join(sorted(known | set(OPTION_ALIASES)))
+            if name not in accepted_names:
+                accepted = ", ".join(sorted(accepted_names | set(OPTION_ALIASES)))
                 raise ConfigError(f"The option {key} is unknown or unsupported here: give {accepted}.")
             if name in values:
                 raise ConfigError(f"The option {name} is given twice, as {key} too: give it once.")
@@ -145,7 +145,7 @@ def resolve_options(estimator: str, stated: Mapping[str, Any] | None, loss_mode:
     return options
 
 
-COLUMNS = ("vgr_vision", "vgr_instruction", "vgr_token", "vgr_dependency")  # of a batch, (N, T) each
+COLUMNS = ("vgr_vision", "vgr_instruction", "vgr_token", "vgr_dependency")  # columns of a batch, (N, T) each
 
 
 @dataclass
@@ -177,8 +177,8 @@ class SignalContext:
         columns = {name: column.float() for name, column in self.columns.items()}
         unknown, attention = torch.full(mask.shape, torch.nan), None
         if "vgr_vision" in columns:  # means per token of the late layers, as the mass of one layer
-            one = torch.ones(len(mask), dtype=torch.long)
-            attention = AttentionMass(columns["vgr_vision"][None], columns["vgr_instruction"][None], one, one, mask)
+            ones = torch.ones(len(mask), dtype=torch.long)
+            attention = AttentionMass(columns["vgr_vision"][None], columns["vgr_instruction"][None], ones, ones, mask)
         logps, entropies = (columns.get(name, unknown) for name in ("old_log_probs", "entropies"))
         return RolloutSignals(logps, entropies, mask, attention, columns.get("vgr_dependency"))
 
@@ -237,10 +237,10 @@ def add_signal_rewards(
         groups.setdefault(index[row], []).append(row)
     rewards, last = token_level_rewards.float().clone(), response_mask.long().cumsum(1).argmax(1)  # (N, T), (N,)
     for name, weight, reward in (
-        ("vgr", options.vgr_reward_weight, lambda own, right: vgr_reward(own, own, len(own))),
+        ("vgr", options.vgr_reward_weight, lambda vgr, right: vgr_reward(vgr, vgr, len(vgr))),
         ("vgr_hard_negative", options.hard_negative_reward_weight,
-         lambda own, right: compute_hard_negative_rewards(right, own, len(own))),
-        ("mdi", options.mdi_reward_weight, lambda own, right: mdi_reward(own, own, options.mdi_balance_ratio)),
+         lambda vgr, right: compute_hard_negative_rewards(right, vgr, len(vgr))),
+        ("mdi", options.mdi_reward_weight, lambda vgr, right: mdi_reward(vgr, vgr, options.mdi_balance_ratio)),
     ):  # fmt: skip
         if not weight:
             continue
@@ -315,9 +315,9 @@ def shape_credit(
     """
     options, mask = context.options, response_mask.bool()
     credit = advantages.float() * mask
-    others = replace(options, token_weights=False, credit_rules=options.plugin_rules)
-    if active_rules(others):
-        credit, metrics = shape_advantages(credit, context.signals(mask), others, shaped=shaped, groups=prompts)
+    rules_alone = replace(options, token_weights=False, credit_rules=options.plugin_rules)
+    if active_rules(rules_alone):
+        credit, metrics = shape_advantages(credit, context.signals(mask), rules_alone, shaped=shaped, groups=prompts)
         context.metrics |= {f"vgr/{name}": value for name, value in metrics.items()}
     if options.token_weights:
         weights = _compute_token_weights(context, mask)
@@ -356,10 +356,10 @@ def add_loss_terms(base: Callable[..., Loss], aggregate: Callable[..., Tensor], 
         name: registered name, for messages.
     """
 
-    def loss(*, log_prob: Tensor, response_mask: Tensor, loss_agg_mode: str, config: Any, **others: Any) -> Loss:
+    def loss(*, log_prob: Tensor, response_mask: Tensor, loss_agg_mode: str, config: Any, **further: Any) -> Loss:
         context = get_signal_context(f"The policy loss {name}")
-        own = {"response_mask": response_mask, "loss_agg_mode": loss_agg_mode, "config": config}
-        value, metrics = base(log_prob=log_prob, **own, **others)
+        arguments = {"response_mask": response_mask, "loss_agg_mode": loss_agg_mode, "config": config}
+        value, metrics = base(log_prob=log_prob, **arguments, **further)
         mean = partial(aggregate, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
         terms, of_terms = sum_loss_terms(context, log_prob, response_mask, mean)
         return value + terms, metrics | {f"actor/{term}": share for term, share in of_terms.items()}

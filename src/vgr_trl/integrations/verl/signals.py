@@ -29,7 +29,7 @@ from vgr_trl.signals.ratios import (
 )
 
 LAST_LAYERS_OPTION = "token_weight_last_k_layers"  # for messages
-_SIDE = 14  # of a square, in pixels
+_SIDE = 14  # side of a square, in pixels
 Context = dict[str, Any]  # as `build_actor_context` returns it
 
 
@@ -51,7 +51,7 @@ def build_token_vgr_weights_for_batch(
         processor: processor of the model; defines image tokens and special tokens.
         image_grid_thw: (images, 3), patches in time, height and width, to check the number of image tokens; None: no
             check.
-        options: as `token_vgr_weights` takes them.
+        options: options of `token_vgr_weights`.
 
     Returns:
         (N, T) float32, and the `info` of `token_vgr_weights`.
@@ -158,7 +158,7 @@ def measure_pass(
         input_ids: (N, S), tokens.
         present: (N, S), False for padding.
         prompt: (N, S), True for prompt tokens.
-        context: as `build_actor_context` returns it.
+        context: return value of `build_actor_context`.
         packed: whether the pass concatenates the sequences in one row, without their padding.
         pad: number of padding tokens that it then appends.
 
@@ -170,13 +170,13 @@ def measure_pass(
     if not vision:
         raise ConfigError(f"{type(causal).__name__} has no image token in its configuration: give vision_token_ids.")
     present, prompt = present.bool(), prompt.bool() & present.bool()
-    rows = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1).expand_as(input_ids)  # of each token
+    rows = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1).expand_as(input_ids)  # each token's row
     if packed:
         parts = (input_ids, prompt, rows, present)
         input_ids, prompt, rows, present = (functional.pad(part[present], (0, pad))[None] for part in parts)
     special, columns = context["special_token_ids"], dict[str, Tensor]()
     masks = build_modality_masks(input_ids, prompt, vision_token_ids=vision, special_token_ids=special)
-    places = (present & ~prompt).any(0).nonzero().flatten().tolist() or [1]  # of responses
+    places = (present & ~prompt).any(0).nonzero().flatten().tolist() or [1]  # response columns
     emitting = slice(max(places[0] - 1, 0), max(places[-1], 1))
     with AttentionProbe(model, masks, emitting, packed=packed) as probe:
         yield columns
@@ -231,8 +231,8 @@ def perturb_rows(micro_batch: Any, context: Context) -> tuple[list[dict[str, Any
     """Return the perturbed pixel inputs of each row, and which rows have no image, (N,) bool.
 
     Args:
-        micro_batch: with `input_ids` and, if there are images, `multi_modal_inputs`.
-        context: as `build_actor_context` returns it.
+        micro_batch: micro-batch with `input_ids` and, if there are images, `multi_modal_inputs`.
+        context: return value of `build_actor_context`.
     """
     options, ids = SignalOptions.read(context["options"]), micro_batch["input_ids"]
     inputs = micro_batch.get("multi_modal_inputs", None)

@@ -87,8 +87,8 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             logps = plain(micro_batch, temperature)
         columns = {name: self._select_responses(column, micro_batch) for name, column in columns.items()}
         if options.needs_dependency:
-            others, blind = perturbed()
-            columns["vgr_dependency"] = visual_dependency(logps, others).masked_fill(blind.unsqueeze(1), torch.nan)
+            other_logps, blind = perturbed()
+            columns["vgr_dependency"] = visual_dependency(logps, other_logps).masked_fill(blind.unsqueeze(1), torch.nan)
         self._names = tuple(columns)
         return torch.stack([logps.float(), *(column.to(logps.device) for column in columns.values())], dim=-1)
 
@@ -99,9 +99,9 @@ class SignalActor(dp_actor.DataParallelPPOActor):  # type: ignore[misc]
             return super().update_policy(data)
         options, plain = SignalOptions.read(context["options"]), dp_actor.compute_policy_loss
 
-        def loss(*, log_probs: Any, response_mask: Any, loss_avg_mode: str, **others: Any) -> Any:
-            own = {"response_mask": response_mask, "loss_avg_mode": loss_avg_mode}
-            value, metrics = plain(log_probs=log_probs, **own, **others)
+        def loss(*, log_probs: Any, response_mask: Any, loss_avg_mode: str, **further: Any) -> Any:
+            arguments = {"response_mask": response_mask, "loss_avg_mode": loss_avg_mode}
+            value, metrics = plain(log_probs=log_probs, **arguments, **further)
             context = SignalContext(options, perturbed_logps=self._perturbed_logps)
             average = partial(average_loss, mask=response_mask, mode=loss_avg_mode)
             terms, of_terms = sum_loss_terms(context, log_probs, response_mask, average)
@@ -199,11 +199,11 @@ class SignalTrainer(ray_trainer.RayPPOTrainer):  # type: ignore[misc]
 
     def take_token_weights(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Store the token weights among reward metrics, and return the others, which EasyR1 averages."""
-        others = dict(metrics)
-        weights = others.pop("token_weights", None)
+        to_average = dict(metrics)
+        weights = to_average.pop("token_weights", None)
         if not self.config.algorithm.online_filtering:  # it drops and reorders rows afterwards
             self._weights = self._weights if weights is None else weights
-        return others
+        return to_average
 
     def compute_advantages(self, plain: Any, data: Any, adv_estimator: str, **options: Any) -> Any:
         """Return the batch with advantages, and with `apply_to` mask also a weighted response mask.

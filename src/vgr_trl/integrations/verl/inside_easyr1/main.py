@@ -16,9 +16,9 @@ OPTION_PREFIX = "vgr."
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Split the arguments into EasyR1's and options of this library."""
-    own = [argument for argument in arguments if argument.startswith(OPTION_PREFIX)]
-    pairs = (argument.removeprefix(OPTION_PREFIX).partition("=") for argument in own)
-    return [word for word in arguments if word not in own], {name: yaml.safe_load(value) for name, _, value in pairs}
+    ours = [argument for argument in arguments if argument.startswith(OPTION_PREFIX)]
+    pairs = (argument.removeprefix(OPTION_PREFIX).partition("=") for argument in ours)
+    return [word for word in arguments if word not in ours], {name: yaml.safe_load(value) for name, _, value in pairs}
 
 
 def make_runner(options: dict[str, Any]) -> Any:

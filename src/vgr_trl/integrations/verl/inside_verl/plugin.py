@@ -115,9 +115,9 @@ class SignalEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
             measured[name] = torch.nested.nested_tensor_from_jagged(column, offsets)
         if options.needs_dependency:
             perturbed, blind = self._perturb(micro_batch, context)
-            _, other = super().forward_step(perturbed, loss_function, True)
-            logps, others = (outputs["log_probs"].values()[None] for outputs in (measured, other["model_output"]))
-            dependency = visual_dependency(logps, others)[0]
+            _, second = super().forward_step(perturbed, loss_function, True)
+            logps, other_logps = (outputs["log_probs"].values()[None] for outputs in (measured, second["model_output"]))
+            dependency = visual_dependency(logps, other_logps)[0]
             dependency = dependency.masked_fill(blind.repeat_interleave(offsets.diff()), torch.nan)
             measured["vgr_dependency"] = torch.nested.nested_tensor_from_jagged(dependency, offsets)
         return loss, output
