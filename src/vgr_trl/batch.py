@@ -30,13 +30,13 @@ LAYERED = ("signals.attention.vision", "signals.attention.instruction", "signals
 # right, or both.
 _PROMPT_COLUMNS = {"prompt_ids", "prompt_mask"}
 _COMPLETION_COLUMNS = {
-    *("completion_ids", "completion_mask", "own", "engine_ratio", "reference_hidden"),
+    *("completion_ids", "completion_mask", "by_policy", "engine_ratio", "reference_hidden"),
     *("old_logps", "reference_logps", "engine_logps", "teacher_logps", "teacher_top_logps", "teacher_top_ids"),
     *("token_advantages", "values", "returns"),
 }
 _MAY_BE_SINGLE = "engine_ratio"  # (N, T), or (N, 1) with one value per row
-_PAD_VALUES = {"own": 1.0, _MAY_BE_SINGLE: 1.0}  # other columns: 0, ids: the tokenizer's
-_MISSING = {"own": 1.0, **dict.fromkeys(TOKEN_TYPES, 0.0)}  # values for rows from a batch without the column
+_PAD_VALUES = {"by_policy": 1.0, _MAY_BE_SINGLE: 1.0}  # other columns: 0, ids: the tokenizer's
+_MISSING = {"by_policy": 1.0, **dict.fromkeys(TOKEN_TYPES, 0.0)}  # values for rows from a batch without the column
 
 
 def token_axes(name: str) -> tuple[bool, bool]:
@@ -56,7 +56,7 @@ class Batch:
         completion_ids: (N, T), padded on the right.
         completion_mask: (N, T), 0 for padding, and for all tokens of a completion that does not count.
         images: images of each row.
-        own: (N, T), 1 for the policy's tokens and 0 for the tokens of tools; None: all are the policy's.
+        by_policy: (N, T), 1 for the policy's tokens and 0 for the tokens of tools; None: all are the policy's.
         old_logps: (N, T), log-probabilities under the policy that sampled; None: unknown.
         advantages: (N,) or (N, T); None: unknown.
         num_items: number of valid tokens of the rollout over all processes; None: unknown.
@@ -69,7 +69,7 @@ class Batch:
     completion_ids: Tensor
     completion_mask: Tensor
     images: RowImages = field(default_factory=RowImages)
-    own: Tensor | None = None
+    by_policy: Tensor | None = None
     old_logps: Tensor | None = None
     advantages: Tensor | None = None
     num_items: Tensor | None = None
@@ -92,7 +92,7 @@ class Batch:
     def valid(self) -> Tensor:
         """Tokens that count in the loss, (N, T) bool."""
         mask = self.completion_mask.bool()
-        return mask if self.own is None else mask & self.own.bool()
+        return mask if self.by_policy is None else mask & self.by_policy.bool()
 
     @property
     def advantages_by_token(self) -> Tensor:
@@ -136,7 +136,7 @@ class Batch:
     def to_score(self) -> "Batch":
         """The columns that a forward pass reads: tokens, `own`, token types and images."""
         images = self.images.without(PERTURBED)
-        return replace(self.tokens, images=images, own=self.own, columns=self.token_types)
+        return replace(self.tokens, images=images, by_policy=self.by_policy, columns=self.token_types)
 
     @property
     def all_columns(self) -> dict[str, Any]:
@@ -312,14 +312,14 @@ class Turns:
     """Turns of N completions that may call tools: the policy's tokens, and the images of prompts and tools.
 
     Attributes:
-        own: lists of 1 for the policy's tokens and 0 for the tokens of tools, one list per completion.
+        by_policy: lists of 1 for the policy's tokens and 0 for the tokens of tools, one list per completion.
         images: images of each row, the prompt's first.
         returned: images of each row that tools returned.
         fields: pixel inputs of all images; empty if no tool returned an image: the prompts' inputs are complete.
         messages: messages of each completion, for records only.
     """
 
-    own: Sequence[Sequence[int]]
+    by_policy: Sequence[Sequence[int]]
     images: ImagesOfRows
     returned: ImagesOfRows
     fields: Mapping[str, Tensor]
@@ -333,7 +333,7 @@ def build_batch(
     pad_token_id: int,
     vision_token_ids: Sequence[int] = (),
     valid: Sequence[bool] | None = None,
-    own: Sequence[Sequence[int]] | None = None,
+    by_policy: Sequence[Sequence[int]] | None = None,
     pad_to_multiple_of: int | None = None,
 ) -> Batch:
     """Build a batch on the CPU.
@@ -344,7 +344,7 @@ def build_batch(
         pad_token_id: pads tokens.
         vision_token_ids: placeholder tokens of images, which give the tiles of each row.
         valid: whether the tokens of each row count; None: all count.
-        own: lists of 1 for the policy's tokens and 0 for the tokens of tools; None without tools.
+        by_policy: lists of 1 for the policy's tokens and 0 for the tokens of tools; None without tools.
         pad_to_multiple_of: P and T become multiples of it.
     """
     prompt_ids, prompt_mask = pad_rows(prompts.ids, pad_token_id, "left", pad_to_multiple_of)
@@ -352,15 +352,15 @@ def build_batch(
     if valid is not None:
         completion_mask = completion_mask * torch.tensor(valid).unsqueeze(1)
     batch = Batch(prompt_ids, prompt_mask, completions, completion_mask)
-    if own is not None:
-        batch.own, _ = pad_rows(own, 1, "right", pad_to_multiple_of)
+    if by_policy is not None:
+        batch.by_policy, _ = pad_rows(by_policy, 1, "right", pad_to_multiple_of)
     if prompts.images is None:
         return batch
     for name in prompts.fields.keys() & TOKEN_TYPES:
         types, _ = pad_rows(prompts.fields[name], 0, "left", pad_to_multiple_of)
         batch.columns[name] = pad(types, (batch.width - types.size(1), batch.length))
     is_image = torch.isin(batch.ids, torch.tensor(vision_token_ids))  # (N, P + T)
-    is_image[:, batch.width :] &= (torch.ones(1) if batch.own is None else batch.own) == 0
+    is_image[:, batch.width :] &= (torch.ones(1) if batch.by_policy is None else batch.by_policy) == 0
     counts = [len(images or ()) for images in prompts.images]
     batch.images = RowImages.count(image_tensors(prompts.fields), is_image, counts)
     return batch

@@ -295,9 +295,9 @@ class ContinuousBatching:
             rollout: its `sampled` log-probabilities are moved out.
             mask: (N, T) bool, valid tokens.
         """
-        if not self.is_exact or rollout.sampled is None:
+        if not self.is_exact or rollout.engine_logps is None:
             return None
-        sampled, rollout.sampled = rollout.sampled, None  # they are not compared with themselves
+        sampled, rollout.engine_logps = rollout.engine_logps, None  # they are not compared with themselves
         rows = [nn.functional.pad(torch.tensor(row), (0, mask.size(1) - len(row))) for row in sampled]
         return torch.stack(rows).to(mask.device)
 

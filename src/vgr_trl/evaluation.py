@@ -371,7 +371,7 @@ def _add_blind_accuracy(
 
 
 def print_scores(results: Mapping[str, Evaluation]) -> None:
-    """Print a table with a row per model for all questions and for each group."""
+    """Print a table with a row per model for all questions and for each group; say if nothing was right."""
     k, has_several = next(iter(results.values())).k, len(results) > 1
     rewards = list(dict.fromkeys(name for result in results.values() for name in result.rewards))
     numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{k}", f"pass@{k}"]
@@ -389,6 +389,10 @@ def print_scores(results: Mapping[str, Evaluation]) -> None:
                 counts = [str(scores.questions), _format_rate(scores.accuracy), f"{low:.3f}–{high:.3f}"]
                 table.add_row(*names, *counts, *map(_format_rate, rates), end_section=model == list(results)[-1])
     (Console() if sys.stdout.isatty() else Console(width=240)).print(table)
+    for model, result in results.items():
+        if result.accuracy < 0.01:
+            cure = "look at its answers (--save_completions), or give the prompt that it knows (--system_prompt_file)"
+            print(f"The accuracy of {model} is near 0: {cure}.", file=sys.stderr)
 
 
 def _format_rate(value: float | None) -> str:

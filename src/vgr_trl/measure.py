@@ -54,7 +54,7 @@ def completion_batch(run: Run, rollout: Rollout, completion_ids: list[list[int]]
         pad_token_id=run.tokenizer.pad_token_id,
         vision_token_ids=run.measurement.vision_token_ids,
         valid=[ids[-1] in run.end_tokens for ids in completion_ids] if run.args.mask_truncated_completions else None,
-        own=None if turns is None else turns.own,
+        by_policy=None if turns is None else turns.by_policy,
         pad_to_multiple_of=run.pad_to_multiple_of,
     )
     return mark_images(run.model, batch) if turns is not None and turns.fields else batch

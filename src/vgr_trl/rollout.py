@@ -98,7 +98,7 @@ class Rollout:
         noise: perturbation of some rows for generation; None: no row was perturbed.
         generated: signals measured during generation, (N, T'); None: none were.
         turns: turns of completions that may call tools; None without tools.
-        sampled: log-probabilities that the engine returned, 0 for tokens of tools; None: it returns none.
+        engine_logps: log-probabilities that the engine returned, 0 for tokens of tools; None: it returns none.
 
         Scored:
         scores: scores of the completions under the policy; None: nothing needs them.
@@ -134,7 +134,7 @@ class Rollout:
     noise: Noise | None = None
     generated: RolloutSignals | None = None
     turns: Turns | None = None
-    sampled: list[list[float]] | None = None
+    engine_logps: list[list[float]] | None = None
     scores: Scores | None = None
     reference: Scores | None = None
     signals: RolloutSignals | None = None

@@ -48,7 +48,7 @@ class EngineCheck(SavedState):
         """
         batch, device = rollout.batch, run.accelerator.device
         engine = batch.columns.get("engine_logps")
-        if engine is None or rollout.sampled is None:  # if moved out, the training pass compares them
+        if engine is None or rollout.engine_logps is None:  # if moved out, the training pass compares them
             return {}
         logps = batch.old_logps
         if logps is None and rollout.scores is not None:

@@ -423,7 +423,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         with keeps_tags, self._guard_tools() if self.tools else nullcontext():
             generated = super()._generate(prompts)
         if self._rollout is not None:
-            self._rollout.sampled = generated[4]
+            self._rollout.engine_logps = generated[4]
         if self._rollout is not None and self.tools:
             self._rollout.turns = collect_turns(self.run, self._rollout, generated, self._image_pad_token_id)
         return generated
@@ -567,7 +567,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         rollout.batch = batch
         if not self.model.training:
             return
-        if self.batching is not None and rollout.sampled and (old := batch.old_logps) is not None:
+        if self.batching is not None and rollout.engine_logps and (old := batch.old_logps) is not None:
             self._log_metrics(self.batching.compare(batch, old, torch.ones_like(old, dtype=torch.bool)))
         if self.pixels_unchecked and (metrics := check_pixel_use(self.run, rollout)) is not None:
             self.pixels_unchecked = False
@@ -592,19 +592,19 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         **kwargs: Any,
     ) -> Any:
         """Score the rollout, run the training pass of a loss, or score for TRL's loss of an evaluation."""
-        scored = from_scoring(input_ids, attention_mask, logits_to_keep, kwargs)
+        to_score = from_scoring(input_ids, attention_mask, logits_to_keep, kwargs)
         entropies, router_loss = (bool(kwargs.get(f"compute_{name}")) for name in ("entropy", "aux_loss"))
         of_loss = self._loss_pass
         if of_loss is None and self._rollout is not None:
-            scores = self._score_for_rollout(self._rollout, model, scored, entropies)
+            scores = self._score_for_rollout(self._rollout, model, to_score, entropies)
             return (None, None, None) if scores is None else (scores.logps, scores.entropies, None)
         if of_loss is None or of_loss.inputs is not None:  # a subclass's loss makes further passes
             purpose = Purpose.EVALUATION if of_loss is None else Purpose.TRAINING
             want = Want(entropies, router_loss=router_loss)
-            scores = run_pass(self.run, model, scored, want, purpose=purpose, gradients=torch.is_grad_enabled())
+            scores = run_pass(self.run, model, to_score, want, purpose=purpose, gradients=torch.is_grad_enabled())
             return scores.logps, scores.entropies, scores.router_loss
         batch = of_loss.batch
-        scored = replace(scored, own=batch.own)
+        to_score = replace(to_score, by_policy=batch.by_policy)
         want = Want(
             entropies,
             hidden=(self.kl.in_loss and self.kl.full is not None) or "hidden" in self.run.measurement.term_needs,
@@ -612,7 +612,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             router_loss=router_loss,
             tokens=Skipping(self.run.features).loss_mask(batch),
         )
-        scores = run_pass(self.run, model, scored, want, purpose=Purpose.TRAINING, gradients=torch.is_grad_enabled())
+        scores = run_pass(self.run, model, to_score, want, purpose=Purpose.TRAINING, gradients=torch.is_grad_enabled())
         logps, old = scores.logps, batch.old_logps
         if old is not None:  # constants for tokens without loss, at a ratio of 1
             logps = torch.where(scores.mask, logps, old.to(logps))
@@ -654,8 +654,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         if model is not self.model or not self.run.measurement.scoring:
             return score(self.run, batch, Want(entropies), model)
         if rollout.turns is not None:
-            is_own, _ = pad_rows(rollout.turns.own, 1, "right", self.pad_to_multiple_of)
-            batch = replace(batch, own=is_own.to(batch.completion_ids.device))
+            is_own, _ = pad_rows(rollout.turns.by_policy, 1, "right", self.pad_to_multiple_of)
+            batch = replace(batch, by_policy=is_own.to(batch.completion_ids.device))
         return self._score_rollout(rollout, batch)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -678,8 +678,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         inputs, scores = of_loss.inputs, of_loss.scores
         if inputs is None or scores is None:  # a subclass has made the pass itself
             return loss * weight
-        measured = inputs.logps, self._metrics["train"], scores.mask, scores.rows_run
-        self._log_metrics(self.step_metrics.measure(batch, *measured))
+        measure = self.step_metrics.measure
+        self._log_metrics(measure(batch, inputs.logps, self._metrics["train"], scores.mask, scores.rows_run))
         if "engine_logps" in batch.columns and self.batching is not None:
             if self._compares_engine or batch.old_logps is None:
                 distances = self.batching.compare(batch, inputs.logps, scores.mask)

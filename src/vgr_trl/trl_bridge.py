@@ -14,7 +14,7 @@ from vgr_trl.sharing.prefix_split import find_groups, first_rows, is_image_token
 OLD_LOGPS = "old_per_token_logps"
 _NAMES = {
     "num_items_in_batch": "num_items",
-    "tool_mask": "own",
+    "tool_mask": "by_policy",
     OLD_LOGPS: "old_logps",
     "ref_per_token_logps": "reference_logps",
     "sampling_per_token_logps": "engine_logps",

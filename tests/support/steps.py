@@ -85,7 +85,7 @@ def reports_by_place():
 
     def lay_out(*args):
         row, call = row_module.lay_out(*args)
-        found["training" if torch.is_grad_enabled() else "scoring"].add(len(row.rows), len(row.prompts))
+        found["training" if torch.is_grad_enabled() else "scoring"].add(len(row.batch_rows), len(row.prompts))
         return row, call
 
     with patched_attribute(run_pass, "share_prompts", generate), patched_attribute(run_pass, "lay_out", lay_out):

@@ -35,7 +35,7 @@ def test_dependency_on_some_of_the_images(make, which):
     assert torch.allclose(rollout.changes[mask], change[mask], atol=1e-5)
     if which == "tools":
         assert dependency[0].isnan().all(), "no tool was called"
-        first = int((batch.own[2] == 0).nonzero()[0])
+        first = int((batch.by_policy[2] == 0).nonzero()[0])
         assert dependency[2, :first].abs().max() < 1e-9 < dependency[2][mask[2]].max()
     else:
         assert not dependency[mask].isnan().any()

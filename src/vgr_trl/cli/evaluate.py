@@ -46,10 +46,6 @@ def main(argv: Sequence[str]) -> int:
         refuse_unwritable(output, "output_file", mark=b'"mean_at_k": ')  # before the evaluation, not after it
     results = evaluate_models(data, options)
     print_scores(results)
-    for name, result in results.items():
-        if result.accuracy < 0.01 and result.questions:
-            cure = "look at its answers (--save_completions), or give the prompt that it knows (--system_prompt_file)"
-            print(f"The accuracy of {name} is near 0: {cure}.", file=sys.stderr)
     if output is not None:
         values = {name: result.to_dict(records=options.save_completions) for name, result in results.items()}
         content = next(iter(values.values())) if len(values) == 1 else {"models": values}

@@ -19,7 +19,7 @@ from vgr_trl.run import Features, Run
 from vgr_trl.sharing.context_manager import share_prompts
 from vgr_trl.sharing.model_support import UnsupportedModel, base_of, causal_model, replace_hidden_states
 from vgr_trl.sharing.prefix_split import check_inputs, find_split, is_image_token, round_up_to_groups
-from vgr_trl.sharing.row import Row, lay_out
+from vgr_trl.sharing.row import PackedRow, lay_out
 from vgr_trl.sharing.shared_forward import (
     drop_empty_images,
     has_images,
@@ -33,8 +33,8 @@ from vgr_trl.signals.scoring import (
     Want,
     head_with_average_gradient,
     read_hidden_states,
+    score_in_chunks,
 )
-from vgr_trl.signals.scoring import score as score_in_chunks
 
 
 def has_whole_weights(accelerator: Accelerator) -> bool:
@@ -254,7 +254,8 @@ def run_pass(run: Run, model: nn.Module, batch: Batch, want: Want, *, purpose: P
     rows = None if is_whole else _rows_of_chunk(run, batch)
     averages = run.accelerator.is_fsdp2 and gradients
     uneven = run.all_agree if run.facts.is_sharded and run.dummy_image is None else None
-    has_rows = run.features.sharing["training" if gradients else "scoring"].enabled
+    stage = "training" if gradients else "scoring"
+    has_rows = run.features.sharing[stage].enabled and not want.router_loss  # which reads whole rows
     with (
         torch.set_grad_enabled(gradients),
         run.clock.stage(purpose.value, run.trains and not gradients),
@@ -264,22 +265,24 @@ def run_pass(run: Run, model: nn.Module, batch: Batch, want: Want, *, purpose: P
         ignore_empty_images(model, agree=uneven) if uneven or not has_rows else nullcontext(),
         nullcontext() if run.dummy_image is None else run.dummy_image.around(model, False),
     ):
-        scores = score_in_chunks(model, batch, want, compute=partial(_compute, run), rows_per_pass=rows)
+        scores = score_in_chunks(model, batch, want, compute=partial(_compute, run, has_rows), rows_per_pass=rows)
     return replace(scores, values=scores.logps) if purpose is Purpose.CRITIC else scores  # its head returns values
 
 
-def _compute(run: Run, model: nn.Module, batch: Batch, want: Want) -> Computed:
+def _compute(run: Run, has_rows: bool, model: nn.Module, batch: Batch, want: Want) -> Computed:
     """Run one call of the model: over a row, or by TRL's method where there is none."""
-    laid, length = _lay_out(run, model, batch, want), batch.length
+    laid = _try_row(run, model, batch, want.tokens) if has_rows else None
+    length = batch.length
     if laid is None:
         reading: Any = read_hidden_states(model, length) if want.reads_states else nullcontext()
         with reading as read:
             outputs = run.plain_pass(model, batch, compute_entropy=want.entropies, compute_aux_loss=want.router_loss)
-        return Computed(*outputs, read[0] if read else None, None, len(batch))
+        return Computed(*outputs, hidden=read[0] if read else None, rows_run=len(batch))
     row, call = laid
     scored = batch.completion_mask.bool() if want.tokens is None else want.tokens  # (N, T)
     tokens = batch.completion_ids[scored].unsqueeze(0)  # (1, K)
-    places = row.reads(length)[scored] if tokens.numel() else tokens[0]  # without loss the row may be another one
+    # Without loss the row may be the one of `find_text`, whose columns are others.
+    places = row.predicting_places(length)[scored] if tokens.numel() else tokens.new_empty(0)
     states = list[Tensor]()
 
     def select_emitting(hidden: Tensor) -> Tensor:
@@ -294,29 +297,29 @@ def _compute(run: Run, model: nn.Module, batch: Batch, want: Want) -> Computed:
     with replace_hidden_states(base, select_emitting), run.accelerator.autocast():
         outputs = run_row(model, base, row, call | labels)
     if run.trains:
-        run.sharing.add(len(row.rows), len(row.prompts))
+        run.sharing.add(len(row.batch_rows), len(row.prompts))
     logps: Any
     logps, entropies = (
         None if values is None else values.new_zeros(scored.shape).masked_scatter(scored.to(values.device), values)
         for values in (outputs.log_probs, outputs.entropy)
     )
-    hidden = states[0][0, row.reads(length).clamp(min=0)] if want.reads_states else None  # (N, T, D)
-    return Computed(logps, entropies if want.entropies else None, None, hidden, want.tokens, len(row.rows))
+    hidden = states[0][0, row.predicting_places(length).clamp(min=0)] if want.reads_states else None  # (N, T, D)
+    entropies = entropies if want.entropies else None
+    return Computed(logps, entropies, hidden=hidden, scored=want.tokens, rows_run=len(row.batch_rows))
 
 
-def _lay_out(run: Run, model: nn.Module, batch: Batch, want: Want) -> tuple[Row, dict[str, Any]] | None:
-    """Lay out a batch as a row, or return None where the model or the mode has none.
+def _try_row(
+    run: Run, model: nn.Module, batch: Batch, tokens: Tensor | None
+) -> tuple[PackedRow, dict[str, Any]] | None:
+    """Lay out a batch as a row, or return None where the model has none for it.
 
     Args:
         run: gives plans.
         model: the model that runs, also wrapped.
         batch: completions.
-        want: gives the tokens with loss; None: all valid tokens are scored. The load-balancing loss reads whole rows.
+        tokens: (N, T) bool, tokens with loss; None: all valid tokens are scored.
     """
-    tokens = want.tokens
-    base, stage = base_of(causal_model(model)), "training" if torch.is_grad_enabled() else "scoring"
-    if want.router_loss or not run.features.sharing[stage].enabled:
-        return None
+    base = base_of(causal_model(model))
     lengths, skipping = None, Skipping(run.features, run.facts.has_tools)
     if tokens is not None:
         is_empty = skipping.rows and skipping.padding and not skipping.runs_images(batch) and not tokens.any()
@@ -371,6 +374,7 @@ def around_generation(run: Run, model: nn.Module) -> Iterator[None]:
     shares = run.features.share_generation.enabled
     evens = {"evens_images": run.dummy_image is not None}
     modes: Any = {"agree": run.all_agree, **evens} if run.facts.is_sharded else {}
+    # Any completion length will do: the forward pass is not hooked in `generate`.
     sharing: Any = share_prompts(model, 1, warns=False, **modes) if shares else ignore_empty_images(model)
     with (
         run.vision_cache.around(model, counts=run.trains),

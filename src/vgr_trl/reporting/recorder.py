@@ -309,7 +309,7 @@ def describe_turns(turns: Turns, row: int, length: int) -> list[Turn]:
         row: index in the batch.
         length: tokens of the completion.
     """
-    runs = (list(run) for is_own, run in groupby(enumerate(turns.own[row][:length]), itemgetter(1)) if is_own)
+    runs = (list(run) for is_own, run in groupby(enumerate(turns.by_policy[row][:length]), itemgetter(1)) if is_own)
     spans = [(run[0][0], run[-1][0] + 1) for run in runs]
     described: list[Turn] = []
     for message in turns.messages[row]:

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
 from vgr_trl.patching import patched_attribute
-from vgr_trl.sharing.row import ROW, Bounds, Row, Visibility
+from vgr_trl.sharing.row import ROW, Bounds, PackedRow, Visibility
 
 _OF_PACKED_ROWS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -69,7 +69,7 @@ def attend_row(
     Returns:
         (1, L, H, D), and the function's second result for calls without a layout.
     """
-    row: Row | None = options.pop(ROW, None)
+    row: PackedRow | None = options.pop(ROW, None)
     if row is None or not isinstance(getattr(module, "layer_idx", None), int):  # such as layers of a vision tower
         return attend(module, query, key, value, *mask, **options)
     row.read_by.add(module.layer_idx)
@@ -89,7 +89,7 @@ def attend_row(
     return _attend_padded(attend, module, query, key, value, row, seen, options), None
 
 
-def _scale_by_position(module: Any, row: Row) -> Any:
+def _scale_by_position(module: Any, row: PackedRow) -> Any:
     """Correct Llama 4's query scale, computed from places in the row, to positions; return factors (L, 1)."""
 
     def scale(position: Tensor) -> Any:
@@ -99,7 +99,7 @@ def _scale_by_position(module: Any, row: Row) -> Any:
     return (scale(row.tokens % row.shape[1]) / scale(place)).unsqueeze(1)
 
 
-def visibility(module: Any, row: Row, window: int | None) -> Visibility:
+def visibility(module: Any, row: PackedRow, window: int | None) -> Visibility:
     """Return which tokens of a row an attention layer sees.
 
     Args:
@@ -120,8 +120,8 @@ def visibility(module: Any, row: Row, window: int | None) -> Visibility:
 
 
 def _attend_padded(
-    attend: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, row: Row, seen: Visibility,
-    options: dict[str, Any],
+    attend: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, row: PackedRow,
+    seen: Visibility, options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     """Attend in two calls with masks: all prompts, padded, then all completions, padded."""
     prompts, completions = len(row.prompts), len(row.completions)
@@ -151,11 +151,11 @@ def _attend_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    row: Row,
+    row: PackedRow,
     options: dict[str, Any],
 ) -> Tensor:
     """Attend in two calls of flash attention with variable lengths: all prompts, then all completions, unpadded."""
-    before, behind = slice(row.first), slice(row.first, None)
+    before, behind = slice(row.num_prompt_tokens), slice(row.num_prompt_tokens, None)
     keys, values = (tensor.index_select(2, row.packed_keys) for tensor in (key, value))
     parts = [(tensor[:, :, before] for tensor in (query, key, value)), (query[:, :, behind], keys, values)]
     bounds = (row.prompt_bounds, row.own_bounds)
@@ -264,7 +264,7 @@ def can_merge(query: Tensor, seen: Visibility) -> bool:
     return device == "cuda" and _HAS_VARIABLE_LENGTHS and fits and seen == Visibility()
 
 
-def attend_merged(query: Tensor, key: Tensor, value: Tensor, row: Row, scaling: float | None) -> Tensor:
+def attend_merged(query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scaling: float | None) -> Tensor:
     """Compute the attention of a row whose tokens see all earlier tokens, (1, L, H, D).
 
     Args:
@@ -286,8 +286,8 @@ class _Merged(torch.autograd.Function):
     """Three calls of the kernel: prompts, completions over their prompts, completions over themselves."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: Row, scaling: float) -> Tensor:
-        kernel, first = _Kernel(scaling), row.first
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scaling: float) -> Tensor:
+        kernel, first = _Kernel(scaling), row.num_prompt_tokens
         (prompts, completions), (keys, new_keys), (values, new_values) = (
             (tensor[:first], tensor[first:]) for tensor in (query, key, value)
         )
@@ -305,7 +305,7 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, outputs, lse_before, lse = ctx.saved_tensors
-        row, kernel, first = ctx.row, ctx.kernel, ctx.row.first
+        row, kernel, first = ctx.row, ctx.kernel, ctx.row.num_prompt_tokens
         before, behind = slice(first), slice(first, None)
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
@@ -375,7 +375,7 @@ def split_state_mixers(base: Any) -> None:
 def _split_by_row(plain: Callable[..., Tensor], cache: str, number_of_states: int) -> Callable[..., Tensor]:
     @wraps(plain)
     def forward(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        row: Row | None = kwargs.pop(ROW, None)
+        row: PackedRow | None = kwargs.pop(ROW, None)
         if row is None:
             return plain(module, hidden_states, *args, **kwargs)
         row.read_by.add(module.layer_idx)
@@ -387,7 +387,7 @@ def _split_by_row(plain: Callable[..., Tensor], cache: str, number_of_states: in
         stored, (places, mask, back) = _StoredState(number_of_states), row.left_padded
         before = run(places, mask, stored)[back]
         behind = run(row.own_places, None, _ExpandedState(stored, row.group_index))
-        return torch.cat([before, behind[row.back[row.first :] - row.prompt_places.numel()]]).unsqueeze(0)
+        return torch.cat([before, behind[row.back[row.num_prompt_tokens :] - row.prompt_places.numel()]]).unsqueeze(0)
 
     return forward
 

@@ -74,7 +74,7 @@ def _difference(base: Any) -> str | None:
         rows = _rows(base)
         row, call = lay_out(base, rows, PrefixSplit(start, groups=[0, 1], pixels={}), [_COMPLETION] * 2)
         with _first_layers(base) as run:
-            shared, expected = run(**call)[..., 0, row.reads(_COMPLETION), :], run(**rows)[..., start:, :]
+            shared, expected = run(**call)[..., 0, row.predicting_places(_COMPLETION), :], run(**rows)[..., start:, :]
     except Exception as error:  # such as a model that trains but reads no text without an image
         return f"its pass over two short rows fails: {error_text(error)}"
     if shared.shape != expected.shape:  # such as several streams per token

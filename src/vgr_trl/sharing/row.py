@@ -44,7 +44,7 @@ class Bounds(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class PackedRow:
     """U prompts, then N completions, as one row of L tokens.
 
     Padded forms, (U, P) and (N, C), have the prompts and completions at their beginning; a place of padding holds some
@@ -55,7 +55,7 @@ class Row:
         prompts: (U,) length of each prompt without its last token.
         completions: (N,) length of each completion.
         groups: (N,) number of each completion's prompt.
-        rows: (N,) number of each completion's row in the batch.
+        batch_rows: (N,) number of each completion's row in the batch.
         shape: B and S of the batch.
         start: column of the batch in which completions begin.
         images: (L,) number of each token's image, -1 for other tokens; None where images do not see themselves.
@@ -66,7 +66,7 @@ class Row:
     prompts: list[int]
     completions: list[int]
     groups: list[int]
-    rows: list[int]
+    batch_rows: list[int]
     shape: tuple[int, int]
     start: int
     images: Tensor | None = None
@@ -78,7 +78,7 @@ class Row:
         return self.tokens.device
 
     @property
-    def first(self) -> int:
+    def num_prompt_tokens(self) -> int:
         """Number of prompt tokens, which precede the completions."""
         return sum(self.prompts)
 
@@ -100,7 +100,7 @@ class Row:
     @cached_property
     def own_places(self) -> Tensor:
         """(N, C) places of the completions' tokens in the row."""
-        return self.first + _number_places(_is_valid(self.completions)).to(self.device, non_blocking=True)
+        return self.num_prompt_tokens + _number_places(_is_valid(self.completions)).to(self.device, non_blocking=True)
 
     @cached_property
     def query_places(self) -> Tensor:
@@ -199,7 +199,7 @@ class Row:
 
     @cached_property
     def row_index(self) -> Tensor:
-        return on_device(self.rows, self.device)
+        return on_device(self.batch_rows, self.device)
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -215,14 +215,15 @@ class Row:
         of_prompts = torch.where(to_end <= lengths, lengths.cumsum(0) - to_end, -1)  # (U, start)
         index = torch.full(self.shape, -1, device=self.device)
         index[self.row_index, : self.start] = of_prompts[self.group_index]
-        index.view(-1)[self.tokens[self.first :]] = torch.arange(self.first, len(self.tokens), device=self.device)
+        first = self.num_prompt_tokens
+        index.view(-1)[self.tokens[first:]] = torch.arange(first, len(self.tokens), device=self.device)
         return index
 
-    def reads(self, length: int) -> Tensor:
+    def predicting_places(self, length: int) -> Tensor:
         """Return where in the row the first `length` tokens of each completion are predicted, (B, T); -1: nowhere."""
         return self.table[:, self.start : self.start + length]
 
-    def alone(self, number: int) -> tuple["Row", Tensor]:
+    def alone(self, number: int) -> tuple["PackedRow", Tensor]:
         """Return the layout of one completion and its prompt, and the places of their tokens in this row."""
         group = self.groups[number]
         prompt, completion = self.prompts[group], self.completions[number]
@@ -234,7 +235,7 @@ class Row:
             prompts=[prompt],
             completions=[completion],
             groups=[0],
-            rows=[self.rows[number]],
+            batch_rows=[self.batch_rows[number]],
             images=images,
             _masks={},
         )
@@ -268,7 +269,7 @@ def lay_out(
     lengths: Sequence[int] | None = None,
     *,
     whole: bool = False,
-) -> tuple[Row, dict[str, Any]]:
+) -> tuple[PackedRow, dict[str, Any]]:
     """Lay out a split batch as one row; return the layout, and the inputs of a pass over the row.
 
     Args:
@@ -294,12 +295,12 @@ def lay_out(
     parts += [range(row * width + split.start, row * width + split.start + lengths[row]) for row in rows]
     tokens = torch.cat([torch.arange(part.start, part.stop) for part in parts]).to(ids.device, non_blocking=True)
     text = base.config.get_text_config(decoder=True)
-    row = Row(
+    row = PackedRow(
         tokens,
         prompts=[of_prompts[row] for row in firsts],
         completions=[lengths[row] for row in rows],
         groups=groups,
-        rows=rows,
+        batch_rows=rows,
         shape=(len(ids), width),
         start=split.start,
         images=_number_images(inputs, text, tokens),
@@ -344,7 +345,7 @@ def _number_images(inputs: Mapping[str, Any], text: Any, tokens: Tensor) -> Tens
     return torch.where(is_image, begins.cumsum(1), -1).flatten()[tokens]
 
 
-def _positions(base: Any, inputs: Mapping[str, Any], split: PrefixSplit, firsts: Sequence[int], row: Row) -> Any:
+def _positions(base: Any, inputs: Mapping[str, Any], split: PrefixSplit, firsts: Sequence[int], row: PackedRow) -> Any:
     """Return each token's position in its row of the batch, (1, L), for Qwen-VL (3, 1, L)."""
     positions: Tensor | None = inputs.get("position_ids")
     if positions is not None:
@@ -361,7 +362,8 @@ def _positions(base: Any, inputs: Mapping[str, Any], split: PrefixSplit, firsts:
     if names[2] not in prompts:  # no prompt has an image
         return columns.unsqueeze(0)
     every, deltas = base.get_rope_index(**prompts)  # (3, U, start), (U, 1)
-    before = every.flatten(-2)[:, row.numbers[: row.first] * split.start + columns[: row.first]]
-    counted = inputs[names[3]].long().cumsum(-1).flatten()[row.tokens[row.first :]] - 1
-    behind = counted + deltas.to(columns.device)[row.group_index, 0][row.numbers[row.first :]]
+    first = row.num_prompt_tokens
+    before = every.flatten(-2)[:, row.numbers[:first] * split.start + columns[:first]]
+    counted = inputs[names[3]].long().cumsum(-1).flatten()[row.tokens[first:]] - 1
+    behind = counted + deltas.to(columns.device)[row.group_index, 0][row.numbers[first:]]
     return torch.cat([before, behind.expand(3, -1)], dim=1).unsqueeze(1)

@@ -35,7 +35,7 @@ from vgr_trl.sharing.model_support import (
     require,
 )
 from vgr_trl.sharing.prefix_split import NOT_TWICE, PER_TOKEN, PrefixSplit, check_inputs, find_split
-from vgr_trl.sharing.row import ROW, Row, lay_out
+from vgr_trl.sharing.row import ROW, PackedRow, lay_out
 
 
 def prepare_rows(base: Any) -> None:
@@ -45,7 +45,7 @@ def prepare_rows(base: Any) -> None:
     split_state_mixers(base)
 
 
-def run_row(plain: Callable[..., Any], base: Any, row: Row, call: Mapping[str, Any]) -> Any:
+def run_row(plain: Callable[..., Any], base: Any, row: PackedRow, call: Mapping[str, Any]) -> Any:
     """Run a model over a row; return its outputs.
 
     Args:

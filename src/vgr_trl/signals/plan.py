@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from vgr_trl.errors import ConfigError
 from vgr_trl.pixels import on_device
 from vgr_trl.sharing.model_support import cache_of
-from vgr_trl.sharing.row import ROW, Row
+from vgr_trl.sharing.row import ROW, PackedRow
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Pass:
     shape: tuple[int, int]
     emitting: Queries
     instruction: Queries | None
-    row: Row | None
+    row: PackedRow | None
     done: set[int] = field(default_factory=set)
     _padded_sets: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)  # by number of keys, K
 
@@ -130,7 +130,7 @@ class PassPlan:
         inputs = kwargs["inputs_embeds"] if inputs is None else inputs
         if positions_seen(cache_of(kwargs)):
             raise ConfigError("Attention is measured over whole sequences: pass them without a cache.")
-        row: Row | None = kwargs.get(ROW)
+        row: PackedRow | None = kwargs.get(ROW)
         self._plan_positions(inputs.size(1) if row is None else row.shape[1])
 
     def _plan_positions(self, length: int) -> None:

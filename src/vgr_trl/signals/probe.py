@@ -28,7 +28,7 @@ from vgr_trl.sharing.model_support import (
     is_compiled,
     why_adapter_reads_whole_rows,
 )
-from vgr_trl.sharing.row import ROW, Row
+from vgr_trl.sharing.row import ROW, PackedRow
 from vgr_trl.signals.plan import Pass, PassPlan, Queries, positions_seen
 from vgr_trl.signals.ratios import AttentionMass, ModalityMasks, build_modality_masks, entropies_of
 
@@ -170,7 +170,7 @@ class AttentionProbe(_Probe):
 
     @property
     def kept(self) -> dict[int, torch.Tensor]:
-        """Row -> attention over its vision tokens, (L, T, V) float32, for `keep_rows` and `keep_layers`."""
+        """PackedRow -> attention over its vision tokens, (L, T, V) float32, for `keep_rows` and `keep_layers`."""
         self.plan.check_complete()
         layers = sorted(self._kept_layers & set(self._masses))
         picks = self.plan.picks
@@ -217,12 +217,12 @@ class AttentionProbe(_Probe):
 
     def _measure_row(self, call: "AttentionCall", current: Pass, layer: int, kept: Collection[int]) -> None:
         """Measure a call over a row of prompts and completions."""
-        row, first = cast("Row", current.row), current.rows.start
+        row, first = cast("PackedRow", current.row), current.rows.start
         sets = current.of_tokens(self.sets).to(call.key.device)  # (L, C)
         mass = call.mass_in_row(sets, row)
         self._masses[layer][current.rows] = _at(mass, current.places)
         for number in kept:
-            alone, places = row.alone(row.rows.index(number - first))
+            alone, places = row.alone(row.batch_rows.index(number - first))
             keys = sets[places, 0].nonzero().flatten()
             single_keys = torch.nn.functional.one_hot(keys, len(places)).T  # (L', V)
             columns = alone.table[number - first, current.emitting.index]  # (T',)
@@ -231,7 +231,8 @@ class AttentionProbe(_Probe):
             stop = self.sets.size(1) if self.plan.prompt is None else self.plan.prompt
             asks = mass * (sets[:, 1] & (row.tokens % row.shape[1] < stop)).unsqueeze(-1)  # (L, C)
             sums = [asks.new_zeros(len(lengths), asks.size(-1)) for lengths in (row.prompts, row.completions)]
-            for total, part in zip(sums, (slice(row.first), slice(row.first, None)), strict=True):
+            start = row.num_prompt_tokens
+            for total, part in zip(sums, (slice(start), slice(start, None)), strict=True):
                 total.index_add_(0, row.numbers[part], asks[part])
             self._prompts[layer][first + row.row_index] = sums[0][row.group_index] + sums[1]
 
@@ -279,7 +280,7 @@ class AttentionCall:
         width = self.key.size(-1)  # fused kernels require values as wide as keys
         return torch.cat([self._run_with_sets(part, queries, rows) for part in sets.split(width, dim=-1)], dim=-1)
 
-    def mass_in_row(self, sets: torch.Tensor, row: Row, places: torch.Tensor | None = None) -> torch.Tensor:
+    def mass_in_row(self, sets: torch.Tensor, row: PackedRow, places: torch.Tensor | None = None) -> torch.Tensor:
         """Return the attention that all tokens in a row pay to sets of keys, averaged over heads, (L', C) float32.
 
         Args:

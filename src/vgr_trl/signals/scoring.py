@@ -27,7 +27,7 @@ from vgr_trl.signals.ratios import AttentionMass, build_modality_masks, entropie
 
 
 class Purpose(Enum):
-    """Purpose of a pass, stated by its caller; its value names the clock stage that times the pass."""
+    """Purpose of a pass, stated by its caller; its value names the clock stage of a pass without gradients."""
 
     ROLLOUT = "old_logps"
     REFERENCE = "reference"
@@ -96,7 +96,7 @@ class Scores:
 
     Attributes:
         logps: (N, T), log-probabilities of the tokens.
-        mask: (N, T) bool, positions that were scored, 0 elsewhere.
+        mask: (N, T) bool, positions that were scored; others are not to be read.
         entropies: (N, T), in nats.
         hidden: (N, T, D), hidden states at the predicting positions; arbitrary where none ran.
         values: (N, T), values of a critic's head.
@@ -124,25 +124,29 @@ class Scores:
 
 
 class Computed(NamedTuple):
-    """Result of one call of a model: log-probabilities, entropies (N, T), router loss, hidden states (N, T, D).
+    """Result of one call of a model.
 
     Attributes:
+        logps: (N, T), log-probabilities of the tokens.
+        entropies: (N, T), in nats; None: not wanted.
+        router_loss: scalar, load-balancing loss; None: not wanted.
+        hidden: (N, T, D), hidden states at the predicting positions; None: not read.
         scored: (N, T) bool, positions that were scored; None: all valid tokens.
         rows_run: number of rows that ran.
     """
 
     logps: Tensor
-    entropies: Tensor | None
-    router_loss: Tensor | None
-    hidden: Tensor | None
-    scored: Tensor | None
-    rows_run: int
+    entropies: Tensor | None = None
+    router_loss: Tensor | None = None
+    hidden: Tensor | None = None
+    scored: Tensor | None = None
+    rows_run: int = 0
 
 
 Compute = Callable[[nn.Module, Batch, Want], Computed]
 
 
-def score(
+def score_in_chunks(
     model: nn.Module,
     batch: Batch,
     want: Want,
@@ -190,7 +194,7 @@ def _score_chunk(
     if want.values is not None:
         scores["values"] = want.values(hidden.detach())
     if probe is not None:
-        seen = {} if batch.own is None else _count_seen(probe.sets, batch.length)
+        seen = {} if batch.by_policy is None else _count_seen(probe.sets, batch.length)
         scores["attention"] = replace(probe.mass, mask=mask, **seen)
         if want.attention is not None and want.attention.per_image:
             scores["per_image"] = _measure_images(probe, mask, want.attention.keep_layers, batch.images.num_images)
@@ -205,7 +209,7 @@ def _compute_by_base(temperature: float, model: nn.Module, batch: Batch, want: W
     with read_hidden_states(model, batch.length) as states:
         causal.base_model(**batch.model_inputs, use_cache=False)
     logps, entropies = Head(causal).score(states[0], batch.completion_ids, batch.completion_mask.bool(), temperature)
-    return Computed(logps, entropies if want.entropies else None, None, states[0], None, len(batch))
+    return Computed(logps, entropies if want.entropies else None, hidden=states[0], rows_run=len(batch))
 
 
 def _build_probes(
@@ -214,7 +218,7 @@ def _build_probes(
     """Build the probes of a chunk; `rows` are the numbers of its rows in the whole batch."""
     if plan is None:
         return None, None
-    whole = None if batch.own is None else batch.width  # P, if masks cover whole rows
+    whole = None if batch.by_policy is None else batch.width  # P, if masks cover whole rows
     ids, unwritten = (batch.prompt_ids, batch.prompt_mask.bool()) if whole is None else (batch.ids, batch.unwritten)
     masks = build_modality_masks(
         ids, unwritten, vision_token_ids=plan.vision_token_ids, special_token_ids=plan.special_token_ids
