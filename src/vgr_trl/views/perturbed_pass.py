@@ -380,7 +380,7 @@ def perturb_noisy_prompts(run: Run, rollout: Rollout, prompts: Prompts) -> Promp
     rollout.noise = Noise(noisy, count, strength)
     if not any(noisy) or prompts.images is None:  # another process may have noisy rows with images
         return prompts
-    parameters = args.noisy_parameters(strength)
+    parameters = args.weakened_parameters(args.noisy_perturbation, strength)
     perturb = partial(perturb_images, name=args.noisy_perturbation, parameters=parameters, seed=args.seed, step=step)
     perturbed, own = perturb_prompts(rollout.messages, [number // size for number in every], perturb)
     seen = [perturbed[own[row]] if is_noisy else rollout.messages[row] for row, is_noisy in enumerate(noisy)]
