@@ -21,7 +21,7 @@ TRAINED: Kind = ("add_gaussian_noise", {"std": 70.0})
 NEVER_TRAINED: dict[str, Kind] = {
     "stronger": ("add_gaussian_noise", {"std": 100.0}),
     "blurred": ("gaussian_blur", {"radius": 0.8}),
-    "low resolution": ("lower_resolution", {"scale": 0.5}),
+    "low resolution": ("lower_resolution", {"scale": 0.75}),
 }
 DEGRADED = {"degraded_by": TRAINED[0], "noise_std": TRAINED[1]["std"]}
 
