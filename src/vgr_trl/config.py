@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from vgr_trl import registries
 from vgr_trl.errors import ConfigError
 from vgr_trl.options import RATIO_LOSSES, option, read_mapping
-from vgr_trl.registries import LOGPS_PREFIX, TEACHER, TERM_NEEDS, build_options, needed_signals, short_name
+from vgr_trl.registries import DESCRIBER, LOGPS_PREFIX, TEACHER, TERM_NEEDS, build_options, needed_signals, short_name
 
 # Plug-ins by name, and their own options.
 
@@ -164,6 +164,10 @@ class PerturbationOptions(PluginOptions):
         "files (my_views.py:my_view).")
     teacher_weights: Literal["policy", "reference"] = option("policy", "Weights of the teacher: the policy's at the "
         "rollout, or the reference model's (the initial ones, unless sync_ref_model).", needs="teacher_view")
+    teacher_description_view: str | None = option(None, "View that the teacher sees in its place for the tokens up to "
+        "the end of the description (blind_tag), such as clean, so that the image tells it.", needs="teacher_view")
+    distil_failed_only: str | None = option(None, "Reward function, or part of its name: the teacher sees the "
+        "completions alone to which it gives 0 or less. None: all.", needs="teacher_view")
     perception_loss_weight: float = option(0.0, "Weight of PAPO's perception loss (one more gradient pass).", ge=0)
     der_loss_weight1: float = option(0.0, "Weight of the entropy on the original image (eta 1 of PAPO).", ge=0)
     der_loss_weight2: float = option(0.0, "Weight of the entropy on the perturbed image (eta 2 of PAPO).", ge=0)
@@ -200,7 +204,8 @@ class PerturbationOptions(PluginOptions):
         """Map the names of the views of rows under which completions are scored to their plug-ins."""
         read = [need.removeprefix(LOGPS_PREFIX) for need in self.readers() if need.startswith(LOGPS_PREFIX)]
         views = {name: name for name in read if name in registries.views.names()}
-        return views | ({} if self.teacher_view is None else {TEACHER: self.teacher_view})
+        taught = {TEACHER: self.teacher_view, DESCRIBER: self.teacher_view and self.teacher_description_view}
+        return views | {name: view for name, view in taught.items() if view is not None}
 
     def parameters_of(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of a perturbation."""
@@ -327,7 +332,8 @@ class BlindOptions:
     """Blind answers: the question is asked again without its image (Vision-SR1, https://huggingface.co/papers/2508.19652)."""
 
     # fmt: off
-    blind_tag: str = option("description", "Tag around the image's description in a completion.", needs="blind_answers")
+    blind_tag: str = option("description", "Tag around the image's description in a completion.",
+        needs={"blind_answers": True, "teacher_description_view": True})
     blind_without_tag: Literal["wrong", "completion"] = option("wrong", "Blind answer to a completion without a "
         "description: wrong, or sampled from the whole completion.", needs="blind_answers")
     blind_prompt: str = option(BLIND_PROMPT, "Prompt of a blind answer, with {description} and {question}.",

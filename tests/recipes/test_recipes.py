@@ -146,8 +146,8 @@ def test_the_pages_of_methods_are_what_the_script_makes_of_the_recipes():
 
 
 def accuracy_reward(completions, **columns):
-    """In place of right answers, which a random model does not give: many values, so that every group varies."""
-    return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
+    """In place of right answers, which a random model does not give: many values, and all of them a failure's."""
+    return [sum(map(ord, completion[0]["content"])) % 7 / 7 - 1 for completion in completions]
 
 
 def with_tools(model_folder, folder):
@@ -160,9 +160,9 @@ def with_tools(model_folder, folder):
     return folder
 
 
-def with_boxes(question_files, file):
+def with_boxes_and_hints(question_files, file):
     rows = pandas.read_parquet(train_file(question_files))
-    rows.assign(bbox=[[0.0, 0.0, 0.5, 1.0]] * len(rows)).to_parquet(file)
+    rows.assign(bbox=[[0.0, 0.0, 0.5, 1.0]] * len(rows), privileged_context="the shape is red").to_parquet(file)
     return f"train={file}"
 
 
@@ -176,7 +176,7 @@ def test_a_step_in_as_many_passes_as_the_recipe_says(
         monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
         model_folder = with_tools(model_folder, tmp_path / "model")
     if "teacher_view" in recipe.options:
-        question_files = with_boxes(question_files, tmp_path / "boxes.parquet")
+        question_files = with_boxes_and_hints(question_files, tmp_path / "boxes.parquet")
     flags = f"--recipe {name} --model_name_or_path {model_folder} --data_files {question_files} {TINY}"
     flags += f" --output_dir {tmp_path / 'run'} --system_prompt_file none"
     flags += "".join(f" --{name} {value}" for name, value in SMALLER.items() if name in recipe.options)
