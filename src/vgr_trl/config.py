@@ -620,6 +620,8 @@ PERTURBATION_CONFLICTS: Conflicts = (
     (lambda o: o.teacher_view is None
         and not {LOGPS_PREFIX + TEACHER, "teacher", "teacher_top"}.isdisjoint({*o.readers(), *o.term_needs()}),
      "teacher_view is None with a signal, credit rule or loss term of a teacher: give it, such as crop_to_box."),
+    (lambda o: o.distil_failed_only == "overall",
+     "distil_failed_only is overall: give the reward function that judges a completion."),
     (lambda o: len(set(o.perturbations)) < len(o.perturbations),
      "further_perturbations is {o.further_perturbations}: give each perturbation once."),
     (lambda o: not {"entropy_penalty", "perception_loss", "entropy_loss"}.isdisjoint(o.loss_terms or ()),

@@ -281,13 +281,14 @@ def _true_indices(chosen: Tensor) -> list[int]:
     return chosen.nonzero().flatten().tolist()
 
 
-def filter_index(key: str, names: Sequence[str]) -> int | None:
-    """Return the position of the reward function that online filtering reads, None for the weighted sums.
+def filter_index(key: str, names: Sequence[str], option: str = "filter_key") -> int | None:
+    """Return the position of the reward function that an option names, None for the weighted sums.
 
     Args:
         key: `overall`, the name of a reward function with or without its suffix `_reward`, or one word of its name that
             no other name has.
         names: names of the reward functions.
+        option: the option, for the message.
 
     Raises:
         ConfigError: no reward function, or more than one, has that name.
@@ -297,8 +298,8 @@ def filter_index(key: str, names: Sequence[str]) -> int | None:
     found = [index for index, name in enumerate(names) if name in (key, f"{key}_reward")]
     found = found or [index for index, name in enumerate(names) if key in name.split("_")]
     if len(found) != 1:
-        named = f"filter_key is {key!r}, which names {len(found)} reward functions"
-        raise ConfigError(f"{named}: give overall or one of {', '.join(names)}.")
+        named = f"{option} is {key!r}, which names {len(found)} reward functions"
+        raise ConfigError(f"{named}: give one of {', '.join(names)}, or overall.")
     return found[0]
 
 

@@ -145,7 +145,7 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
     if args.online_filtering:
         filter_index(args.filter_key, list(facts.rewards))  # raises if no reward matches
     if args.distil_failed_only:
-        filter_index(args.distil_failed_only, list(facts.rewards))
+        filter_index(args.distil_failed_only, list(facts.rewards), "distil_failed_only")
 
 
 def refuse_unfit_noise(facts: RunFacts) -> None:
