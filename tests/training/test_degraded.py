@@ -7,6 +7,7 @@ from datasets import Dataset
 from PIL import Image
 from support.trainers import logged, tiny_model
 
+from vgr_trl.errors import ConfigError
 from vgr_trl.signals.perturbation import gaussian_blur
 from vgr_trl.views.perturbed_pass import images_in, score_perturbed
 
@@ -100,6 +101,11 @@ def test_the_strength_grows_and_a_resumed_run_draws_the_same_pictures(build, rol
     rollouts.clear()
     make().train(resume_from_checkpoint=f"{run.args.output_dir}/checkpoint-1")
     assert bytes_of(rollouts) == whole[1:]
+
+
+def test_data_without_images_cannot_be_degraded(text_trainer):
+    with pytest.raises(ConfigError, match="no images"):
+        text_trainer(degraded_by="gaussian_blur")
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
