@@ -22,13 +22,15 @@ from typing import Any
 from machine import describe_machine
 from methods.seeds import interval
 
+from teacher.degraded import HEADS as LOOK_HEADS
+from teacher.degraded import LOOK_SWEEP, LOOKS, NEVER_TRAINED, TRAINED, DegradedStart, look_row
 from teacher.described import CHOSEN, DescribedStart
 from teacher.runs import LARGER, METHODS, NOISIER, SWEEP, TUNING, Method, Settings, Start
 from teacher.task import DIGIT, NOISE, SIDE
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(os.environ.get("RESULTS", ROOT / "benchmarks" / "results")) / "teacher"
-FINDINGS, DESCRIBED = (Path(__file__).with_name(f"{name}.md") for name in ("findings", "described"))
+FINDINGS, DESCRIBED, LOOKED = (Path(__file__).with_name(f"{name}.md") for name in ("findings", "described", "degraded"))
 Line = dict[str, Any]  # of `teacher.jsonl`: method, seed, settings, commit, and what `Start.run` returns
 
 
@@ -36,8 +38,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
-    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *(CHOSEN.keys() - METHODS)])
+    parser.add_argument("--methods", nargs="+", choices=[*{**METHODS, **CHOSEN, **LOOKS}])
     parser.add_argument("--described", action="store_true", help="answers with a description before the digit")
+    parser.add_argument("--degraded", action="store_true", help="degraded pictures, whose originals a teacher sees")
     parser.add_argument("--tune", action="store_true", help="choose the options of plain training")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after that")
     parser.add_argument("--write", action="store_true", help="write the page of what there is, run nothing")
@@ -46,9 +49,13 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     settings = Settings(**{part.name: getattr(flags, part.name) for part in fields(Settings)})
     ends = time.monotonic() + 60 * flags.minutes
-    methods, kind = (CHOSEN, DescribedStart) if flags.described else (METHODS, Start)
+    methods, kind, sweep = METHODS, Start, SWEEP
+    if flags.described:
+        methods, kind = CHOSEN, DescribedStart
+    elif flags.degraded:
+        methods, kind, sweep = LOOKS, DegradedStart, LOOK_SWEEP
     if flags.tune and not flags.write:
-        run_missing([TUNING], SWEEP, settings, ends, kind)
+        run_missing([TUNING], sweep, settings, ends, kind)
     elif not flags.write:
         methods = {name: methods[name] for name in flags.methods or methods}
         run_missing(flags.seeds, methods, settings, ends, kind)
@@ -173,10 +180,40 @@ def described(lines: Sequence[Line], settings: Settings) -> list[str]:
     ]
 
 
+def degraded(lines: Sequence[Line]) -> list[str]:
+    """Return the section of the degraded pictures, or nothing before there is a run."""
+    if not lines:
+        return []
+    measured = [line for line in lines if line["seed"] < TUNING]
+    tuned = [line for line in lines if line["seed"] >= TUNING]
+    kinds = {name: " ".join(map(str, (kind, *numbers.values()))) for name, (kind, numbers) in NEVER_TRAINED.items()}
+    about = (
+        "The same pictures with less noise, from a start that reads them whole, one for all seeds. Rollout and loss "
+        f"see {TRAINED[0]} of {TRAINED[1]['std']:g}; the teacher, with the weights of the start, sees the originals. "
+        "Never trained: "
+        f"{', '.join(f'{name} ({kind})' for name, kind in kinds.items())}. Behind an accuracy stands its difference to "
+        "plain training on originals. On degraded pictures at as many steps, and as many positions, as plain training "
+        "with the verified reward on degraded pictures: half of the pictures, between points of both courses on a line."
+    )
+    heads = ["| " + " | ".join(LOOK_HEADS) + " |", "|---|" + "---:|" * (len(LOOK_HEADS) - 1)]
+    rows = [look_row(name, measured) for name in LOOKS if any(line["method"] == name for line in measured)]
+    courses = [
+        f"| {line['method']} | {' '.join(f'{point[2]:.2f}' for point in line['course'])} | "
+        f"{' '.join(f'{point[3]:.2f}' for point in line['course'])} | {line['accuracy']:.3f} | {line['degraded']:.3f} |"
+        for line in tuned
+    ]
+    tuning_heads = ["| method, learning rate | originals after each 20 steps | degraded | originals | degraded |"]
+    tuning_heads += ["|---|---:|---:|---:|---:|"]
+    return [
+        "## A better look without boxes", "", about, "", LOOKED.read_text().strip(), "", *heads, *rows, "",
+        f"Learning rates, on seed {TUNING}:", "", *tuning_heads, *courses, "",
+    ]  # fmt: skip
+
+
 def write(lines: Sequence[Line], settings: Settings) -> None:
     """Write the page."""
     machine = ", ".join(f"{name} {value}" for name, value in describe_machine(1).items())
-    every = [*lines, *read(settings, DescribedStart)]
+    every = [*lines, *read(settings, DescribedStart), *read(settings, DegradedStart)]
     commits = ", ".join(sorted({line["commit"] for line in every}))
     seconds = sum(line["seconds"] for line in every)
     measured = [line for line in lines if line["seed"] < TUNING]
@@ -203,6 +240,7 @@ def write(lines: Sequence[Line], settings: Settings) -> None:
         "",
         *tuning(tuned, settings),
         *described(read(settings, DescribedStart), settings),
+        *degraded(read(settings, DegradedStart)),
         "## What is trained",
         "",
         f"A picture of {SIDE} x {SIDE} pixels (64 image tokens) is noise up to {NOISE} with one real digit of "
@@ -213,7 +251,7 @@ def write(lines: Sequence[Line], settings: Settings) -> None:
         f"{settings.steps} steps of {settings.prompts} prompts x {settings.generations} completions by `DAPOTrainer`, "
         f"learning rate {settings.learning_rate:g}, no picture twice.",
         "",
-        f"Command: `PYTHONPATH=src:benchmarks python -m teacher`, also with `--described`, "
+        f"Command: `PYTHONPATH=src:benchmarks python -m teacher`, also with `--described` and `--degraded`, "
         f"at commit {commits}; {len(every)} trainings of "
         f"together {seconds:.0f} seconds, on shared cores. {machine}.",
     ]

@@ -37,11 +37,13 @@ class Method:
         options: of `DAPOConfig`.
         columns: column of the trainer's data -> column of the rows, where they differ.
         labels: whether it is supervised training on labels, the ceiling.
+        trains: False for the start itself.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
     labels: bool = False
+    trains: bool = True
 
 
 VPPO = {
@@ -128,9 +130,11 @@ class Start:
         tokens: longest answer, in tokens.
         device: of the model.
         task: name of the task; empty for the first.
+        taught: seed of the model that all seeds start from; None: each has its own.
     """
 
     tokens, device, task = 6, "cpu", ""
+    taught: int | None = None
 
     def __init__(self, seed: int, settings: Settings, folder: Path) -> None:
         """Draw pictures, and teach a new model or load it from `folder`."""
@@ -138,12 +142,13 @@ class Start:
         set_up_process(Options(seed=seed))
         self.train = self.draw_rows(settings.steps * settings.prompts, seed=seed, split="train")
         self.test = self.draw_rows(settings.test_rows, seed=TUNING if seed >= TUNING else 0, split="test")
-        self.model, self.processor = self.build(seed)
-        file = folder / f"seed-{seed}-{settings.reading_steps}.pt"
+        own = seed if self.taught is None else self.taught
+        self.model, self.processor = self.build(own)
+        file = folder / f"seed-{own}-{settings.reading_steps}.pt"
         if file.exists():
             self.model.load_state_dict(torch.load(file, map_location=self.device))
         else:
-            self.warm_up(self.draw_rows(20 * settings.reading_steps, seed=seed + 1000, split="train"))
+            self.warm_up(self.draw_rows(20 * settings.reading_steps, seed=own + 1000, split="train"))
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(self.model.state_dict(), file)
         self.weights = copy.deepcopy(self.model.state_dict())
@@ -197,11 +202,16 @@ class Start:
         course = Course(self)
         began, cpu = time.monotonic(), time.process_time()
         with course.counting(self.model):
-            (self.supervise if method.labels else self.reinforce)(method, course)
+            if method.trains:
+                (self.supervise if method.labels else self.reinforce)(method, course)
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu - course.cpu
         steps = method.options.get("max_steps", self.settings.steps)
         times = {"seconds": round(seconds, 1), "CPU seconds per step": round(cpu / steps, 3)}
         return {"course": course.points, "rewards": course.rewards, **self.outcome(), **times}
+
+    def scores(self, count: int) -> list[float]:
+        """Return what a course measures, on so many held-out pictures: the accuracy first."""
+        return [self.answers(self.test[:count]).accuracy]
 
     def outcome(self) -> dict[str, float]:
         """Return the accuracy on held-out pictures, on their digits' parts, and on pictures unlike the trained ones."""
@@ -295,7 +305,7 @@ class Course(TrainerCallback):
     def __init__(self, start: Start) -> None:
         """Measure the start."""
         self.start, self.positions, self.counts, self.cpu = start, 0, False, 0.0
-        self.points: list[tuple[int, int, float]] = []  # of (step, positions, accuracy)
+        self.points: list[tuple[float, ...]] = []  # of (step, positions, scores)
         self.rewards: list[float] = []
         self.measure(0)
 
@@ -318,8 +328,8 @@ class Course(TrainerCallback):
     def measure(self, step: int) -> None:
         """Add a point; the CPU time of that is no training's."""
         counts, self.counts = self.counts, False
-        began, rows = time.process_time(), self.start.test[: self.start.settings.course_rows]
-        self.points.append((step, self.positions, round(self.start.answers(rows).accuracy, 4)))
+        began, scores = time.process_time(), self.start.scores(self.start.settings.course_rows)
+        self.points.append((step, self.positions, *(round(score, 4) for score in scores)))
         self.counts = counts
         self.cpu += time.process_time() - began if step else 0.0
 

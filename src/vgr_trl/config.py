@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from vgr_trl import registries
 from vgr_trl.errors import ConfigError
 from vgr_trl.options import RATIO_LOSSES, option, read_mapping
-from vgr_trl.registries import LOGPS_PREFIX, TEACHER, TERM_NEEDS, build_options, needed_signals, short_name
+from vgr_trl.registries import DESCRIBER, LOGPS_PREFIX, TEACHER, TERM_NEEDS, build_options, needed_signals, short_name
 
 # Plug-ins by name, and their own options.
 
@@ -33,6 +33,8 @@ PERTURBATIONS: Mapping[str, Mapping[str, str]] = {  # of this library -> keyword
     "shuffle_patches": {"patch_size": "patch_size"},
     "crop_image": {"share": "crop_share"},
     "diffusion_noise": {"steps": "diffusion_steps"},
+    "lower_resolution": {"scale": "resolution_scale"},
+    "compress_jpeg": {"quality": "jpeg_quality"},
     REMOVE_IMAGE: {},
 }
 
@@ -118,7 +120,7 @@ def used_by(*names: str) -> Callable[[Any], str | None]:
 
     def reason(args: Any) -> str | None:
         used = {*args.read_views(args.needs_dependency), *[args.perturbation] * ("perturbed" in args.term_needs())}
-        used |= set(args.noisy_perturbations if names else ())
+        used |= set(args.sampled_perturbations if names else ())
         if not used:
             return "nothing is measured on perturbed images"
         return None if not names or used & set(names) else f"images are perturbed by {' and '.join(sorted(used))}"
@@ -149,24 +151,31 @@ class PerturbationOptions(PluginOptions):
     blur_radius: float = option(6.0, "Radius of gaussian_blur.", ge=0, le=1e6, needs=used_by("gaussian_blur"))
     diffusion_steps: int = option(500, "Steps of diffusion_noise.", ge=0, le=999, needs=used_by("diffusion_noise"))
     crop_share: float = option(0.5, "Image share that crop_image keeps.", gt=0, le=1, needs=used_by("crop_image"))
+    resolution_scale: float = option(0.25, "Scale to which lower_resolution shrinks both sides.", gt=0, le=1,
+        needs=used_by("lower_resolution"))
+    jpeg_quality: int = option(10, "Quality of compress_jpeg.", ge=1, le=100, needs=used_by("compress_jpeg"))
     mask_value: int = option(128, "Grey of mask_image, 0 to 255.", ge=0, le=255, needs=used_by("mask_image"))
     perturb_per: Literal["prompt", "completion"] = option("prompt", "Draw a perturbed image per prompt, or completion.",
         needs=used_by())
     perturb_images: Literal["all", "prompt", "tools"] = option("all", "With tools: perturb all images of a "
         "completion, those of the prompt, or those that tools returned.", needs=used_by())
     teacher_view: str | None = option(None, "View of a row that a teacher sees, who scores each token: crop_to_box, "
-        "teacher_images, sharper, clean, privileged_context, those of installed packages, dotted paths or files "
-        "(my_views.py:my_view).")
+        "teacher_images, sharper, clean, original, privileged_context, those of installed packages, dotted paths or "
+        "files (my_views.py:my_view).")
     teacher_weights: Literal["policy", "reference"] = option("policy", "Weights of the teacher: the policy's at the "
         "rollout, or the reference model's (the initial ones, unless sync_ref_model).", needs="teacher_view")
+    teacher_description_view: str | None = option(None, "View that the teacher sees in its place for the tokens up to "
+        "the end of the description (blind_tag), such as clean, so that the image tells it.", needs="teacher_view")
+    distil_failed_only: str | None = option(None, "Reward function, or part of its name: the teacher sees the "
+        "completions alone to which it gives 0 or less. None: all.", needs="teacher_view")
     perception_loss_weight: float = option(0.0, "Weight of PAPO's perception loss (one more gradient pass).", ge=0)
     der_loss_weight1: float = option(0.0, "Weight of the entropy on the original image (eta 1 of PAPO).", ge=0)
     der_loss_weight2: float = option(0.0, "Weight of the entropy on the perturbed image (eta 2 of PAPO).", ge=0)
     # fmt: on
 
     @property
-    def noisy_perturbations(self) -> list[str]:
-        """Perturbations of images for generation, which `NoisyOptions` adds."""
+    def sampled_perturbations(self) -> list[str]:
+        """Perturbations of images for generation, which `NoisyOptions` and `DegradedOptions` add."""
         return []
 
     @property
@@ -195,7 +204,8 @@ class PerturbationOptions(PluginOptions):
         """Map the names of the views of rows under which completions are scored to their plug-ins."""
         read = [need.removeprefix(LOGPS_PREFIX) for need in self.readers() if need.startswith(LOGPS_PREFIX)]
         views = {name: name for name in read if name in registries.views.names()}
-        return views | ({} if self.teacher_view is None else {TEACHER: self.teacher_view})
+        taught = {TEACHER: self.teacher_view, DESCRIBER: self.teacher_view and self.teacher_description_view}
+        return views | {name: view for name, view in taught.items() if view is not None}
 
     def parameters_of(self, name: str) -> dict[str, Any]:
         """Return the keyword arguments of a perturbation."""
@@ -205,10 +215,30 @@ class PerturbationOptions(PluginOptions):
         own = self.plugin_values(plugin.load(name))
         return {} if own is self else dict(vars(own))
 
+    def weakened_parameters(self, name: str, strength: float) -> dict[str, Any]:
+        """Return the keyword arguments of a perturbation at a share of its strength, in [0, 1]."""
+        parameters = self.parameters_of(name)
+        if name in _STRENGTHS:
+            argument, weakest = _STRENGTHS[name]
+            value = weakest + (parameters[argument] - weakest) * strength
+            parameters[argument] = int(value) if isinstance(weakest, int) else value
+        elif takes_strength(name):
+            parameters["strength"] = strength
+        return parameters
 
-_STRENGTHS = {  # perturbation -> the argument that grows with its strength
-    "blacken_patches": "black_prob", "add_gaussian_noise": "std", "gaussian_blur": "radius", "diffusion_noise": "steps",
+
+_STRENGTHS: Mapping[str, tuple[str, float]] = {  # perturbation -> argument of its strength, weakest value
+    "blacken_patches": ("black_prob", 0.0), "add_gaussian_noise": ("std", 0.0), "gaussian_blur": ("radius", 0.0),
+    "diffusion_noise": ("steps", 0), "crop_image": ("share", 1.0), "lower_resolution": ("scale", 1.0),
+    "compress_jpeg": ("quality", 100),
 }  # fmt: skip
+
+
+def takes_strength(perturbation: str) -> bool:
+    """Return whether a perturbation can be made weaker."""
+    if perturbation in PERTURBATIONS:
+        return perturbation in _STRENGTHS
+    return "strength" in inspect.signature(registries.perturbations.load(perturbation)).parameters
 
 
 @dataclass
@@ -231,7 +261,7 @@ class NoisyOptions(PerturbationOptions):
     # fmt: on
 
     @property
-    def noisy_perturbations(self) -> list[str]:
+    def sampled_perturbations(self) -> list[str]:
         """Perturbation of images for generation, in a list that may be empty."""
         return [self.noisy_perturbation] if self.noisy_generations else []
 
@@ -239,24 +269,28 @@ class NoisyOptions(PerturbationOptions):
         """Return the share of the noise left in a step (from 1), in [0, 1]."""
         return decay(self.noisy_decay, step, total, self.noisy_decay_coef, self.noisy_decay_midpoint)
 
-    def noisy_parameters(self, strength: float) -> dict[str, Any]:
-        """Return the keyword arguments of the perturbation at a share of its strength, in [0, 1]."""
-        parameters = dict(self.parameters_of(self.noisy_perturbation))
-        if self.noisy_perturbation == "crop_image":
-            parameters["share"] = 1 - (1 - parameters["share"]) * strength
-        elif (name := _STRENGTHS.get(self.noisy_perturbation)) is not None:
-            weaker = parameters[name] * strength
-            parameters[name] = int(weaker) if name == "steps" else weaker
-        elif self.takes_strength:
-            parameters["strength"] = strength
-        return parameters
+
+@dataclass
+class DegradedOptions(NoisyOptions):
+    """Rollout and loss on degraded images, beside a teacher that sees them as they are (S2VOPD)."""
+
+    # fmt: off
+    degraded_by: str | None = option(None, "Perturbation of the images that training rollouts and their loss see; the "
+        "teacher_view original is without it. None: none.")
+    degraded_from: float = option(1.0, "Strength in the first step, as a share of the options of the perturbation; it "
+        "grows linearly to 1 in the last.", ge=0, le=1, needs="degraded_by")
+    degraded_untouched: float = option(0.0, "Share of prompts whose images stay as they are.", ge=0, le=1,
+        needs="degraded_by")
+    # fmt: on
 
     @property
-    def takes_strength(self) -> bool:
-        """Whether the noise can be made weaker."""
-        if self.noisy_perturbation in (*_STRENGTHS, "crop_image"):
-            return True
-        return "strength" in inspect.signature(registries.perturbations.load(self.noisy_perturbation)).parameters
+    def sampled_perturbations(self) -> list[str]:
+        """Perturbations of images for generation."""
+        return [*super().sampled_perturbations, *([self.degraded_by] if self.degraded_by else [])]
+
+    def degraded_strength(self, step: int, total: int) -> float:
+        """Return the share of the degrading's strength in a step (from 1), in [0, 1]."""
+        return self.degraded_from + (1 - self.degraded_from) * (min(step - 1, total - 1) / max(total - 1, 1))
 
 
 def decay(kind: str, step: int, total: int, coefficient: float, midpoint: float) -> float:
@@ -298,7 +332,8 @@ class BlindOptions:
     """Blind answers: the question is asked again without its image (Vision-SR1, https://huggingface.co/papers/2508.19652)."""
 
     # fmt: off
-    blind_tag: str = option("description", "Tag around the image's description in a completion.", needs="blind_answers")
+    blind_tag: str = option("description", "Tag around the image's description in a completion.",
+        needs={"blind_answers": True, "teacher_description_view": True})
     blind_without_tag: Literal["wrong", "completion"] = option("wrong", "Blind answer to a completion without a "
         "description: wrong, or sampled from the whole completion.", needs="blind_answers")
     blind_prompt: str = option(BLIND_PROMPT, "Prompt of a blind answer, with {description} and {question}.",
@@ -377,7 +412,7 @@ class CreditOptions(PerturbationOptions):
             raise ConfigError("credit_rules has perception_filter and perception_weights: give one of them.")
         for name in named:
             vars(self).update(RULES[name])
-        perturbations = [*self.views, *self.noisy_perturbations]
+        perturbations = [*self.views, *self.sampled_perturbations]
         plugins = [registries.perturbations.load(name) for name in perturbations if name not in PERTURBATIONS]
         plugins += map(registries.views.load, self.row_views.values())
         for kind in ("credit_rules", "signals", "loss_terms"):
@@ -585,6 +620,8 @@ PERTURBATION_CONFLICTS: Conflicts = (
     (lambda o: o.teacher_view is None
         and not {LOGPS_PREFIX + TEACHER, "teacher", "teacher_top"}.isdisjoint({*o.readers(), *o.term_needs()}),
      "teacher_view is None with a signal, credit rule or loss term of a teacher: give it, such as crop_to_box."),
+    (lambda o: o.distil_failed_only == "overall",
+     "distil_failed_only is overall: give the reward function that judges a completion."),
     (lambda o: len(set(o.perturbations)) < len(o.perturbations),
      "further_perturbations is {o.further_perturbations}: give each perturbation once."),
     (lambda o: not {"entropy_penalty", "perception_loss", "entropy_loss"}.isdisjoint(o.loss_terms or ()),
@@ -631,14 +668,20 @@ CONFLICTS: Conflicts = (
      "filter_mode quantile in [0, 1]."),
     (lambda o: o.eval_temperature == 0 and (o.num_generations_eval or o.num_generations or 1) > 1,
      "eval_temperature is 0, so all completions of a prompt would be alike: give num_generations_eval 1."),
+    (lambda o: o.num_generations == 1
+        and (o.selects_groups or any((o.reward_weights or [1]) + (o.early_reward_weights or []))),
+     "num_generations is 1, but rewards compare the completions of a prompt: give at least 2, or reward_weights of 0 "
+     "without replay_buffer_size, dynamic_sampling and online_filtering."),
     (lambda o: o.noisy_generations > (o.num_generations or 0),
      "noisy_generations is {o.noisy_generations}: give at most num_generations, {o.num_generations}."),
     (lambda o: o.noisy_decay == "exponential" and o.noisy_decay_coef >= 1,
      "noisy_decay_coef is {o.noisy_decay_coef} with noisy_decay exponential: give a number below 1, such as 0.95."),
-    (lambda o: o.noisy_perturbation == REMOVE_IMAGE,
-     "noisy_perturbation is remove_image, which changes the prompt: give one that changes images."),
+    (lambda o: REMOVE_IMAGE in (o.noisy_perturbation, o.degraded_by),
+     "noisy_perturbation or degraded_by is remove_image, which changes the prompt: give one that changes images."),
+    (lambda o: o.degraded_by and o.degraded_from < 1 and not takes_strength(o.degraded_by),
+     "degraded_by is {o.degraded_by}, which has no strength: give degraded_from 1, or another perturbation."),
     (lambda o: o.noisy_generations and o.noisy_decay != "none" and o.noisy_decay_of != "generations"
-        and not o.takes_strength,
+        and not takes_strength(o.noisy_perturbation),
      "noisy_perturbation is {o.noisy_perturbation}, which has no strength to decay: give noisy_decay_of generations, "
      "or another perturbation."),
     (lambda o: any(name not in o.blind_prompt for name in ("{description}", "{question}")),

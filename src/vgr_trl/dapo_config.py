@@ -13,13 +13,13 @@ from vgr_trl.config import (
     SWITCHES,
     BlindOptions,
     CriticOptions,
+    DegradedOptions,
     EfficiencyOptions,
     EvaluateOptions,
     GroupOptions,
     KLOptions,
     LossOptions,
     MeasureOptions,
-    NoisyOptions,
     ReportOptions,
     check_conflicts,
 )
@@ -91,6 +91,13 @@ def _accept_spellings(config: type[GRPOConfig]) -> Any:
     return config
 
 
+class _One(int):
+    """A single completion per prompt, which TRL refuses even where no completions are compared."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+
 @_accept_spellings
 @dataclass
 class DAPOConfig(
@@ -102,7 +109,7 @@ class DAPOConfig(
     CriticOptions,
     KLOptions,
     BlindOptions,
-    NoisyOptions,
+    DegradedOptions,
     MeasureOptions,
     GRPOConfig,
 ):
@@ -165,7 +172,12 @@ class DAPOConfig(
             self.warmup_steps = self.warmup_ratio
         if self.load_best_model_at_end:  # transformers takes the loss, which is noise here
             self.metric_for_best_model = self.metric_for_best_model or "eval_reward"
+        alone = self.num_generations == 1
+        if alone:
+            self.num_generations = _One(1)
         super().__post_init__()
+        if alone:
+            self.num_generations = 1
 
     @property
     def prompts_per_rollout(self) -> int:

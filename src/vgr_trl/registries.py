@@ -26,6 +26,7 @@ Plugin = TypeVar("Plugin")
 MEASUREMENTS = ("attention", "dependency", "entropies", "logps", "regions", "shift", "similarity", "views")
 LOGPS_PREFIX = "logps:"
 TEACHER = "teacher"  # the view that `teacher_view` names
+DESCRIBER = "teacher_of_description"  # the view that `teacher_description_view` names
 # Quantities that loss terms may need -> the measurement of the rollout that they take, if any.
 TERM_NEEDS = {"perturbed": "perception", "hidden": None, "teacher": "views", "teacher_top": "teacher_top"}
 BLIND_ANSWERS = "blind_answers"  # answers that rewards may need; they are generated, not measured

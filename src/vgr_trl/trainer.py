@@ -108,6 +108,7 @@ from vgr_trl.trl_bridge import (
 )
 from vgr_trl.validate.features import announce, plan_dummy_image, plan_features, plan_measurement, plan_vision
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
+from vgr_trl.views.degraded import degrade_rows
 from vgr_trl.views.perturbed_pass import record_noise, score_perturbed, score_perturbed_part
 from vgr_trl.vision import images_processed_once, join_windows
 
@@ -556,7 +557,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             return to_trl(rollout.batch) | perturbed_by_row(rollout.batch)
 
     def generate_and_score(self, rollout: Rollout) -> None:
-        """Generate, score and reward a rollout by TRL's method; when training, score perturbed views."""
+        """Generate, score and reward a rollout by TRL's method; when training, degrade images and score other views."""
+        rollout.rows = degrade_rows(self.run, rollout)
         once = images_processed_once(self.processing_class)
         reference = enable_reference_model(self, self.args) if self.model.training else nullcontext()
         options = process_with_options(self.processing_class) if self.tools and self._is_vlm else nullcontext()

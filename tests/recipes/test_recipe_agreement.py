@@ -127,7 +127,8 @@ def test_noisyrollout_has_the_noise_of_the_published_code():
     """Steps of noise in a run of 60, recorded from John-AI-Lab/NoisyRollout 000b58d (image_aug.py, augment)."""
     recipe = load_recipe("noisyrollout")
     config = DAPOConfig(use_cpu=True, bf16=False, **{name: recipe[name] for name in recipe if name != "reward_funcs"})
-    steps = [config.noisy_parameters(config.noise_left(step, 60))["steps"] for step in (1, 20, 35, 40, 45, 60)]
+    left = [config.noise_left(step, 60) for step in (1, 20, 35, 40, 45, 60)]
+    steps = [config.weakened_parameters("diffusion_noise", share)["steps"] for share in left]
     assert steps == [499, 499, 462, 250, 37, 0]
     assert (config.num_generations, config.noisy_generations, config.noisy_importance) == (12, 6, "clean")
 

@@ -150,6 +150,13 @@ def accuracy_reward(completions, **columns):
     return [sum(map(ord, completion[0]["content"])) % 7 / 7 for completion in completions]
 
 
+def failures_reward(completions, **columns):
+    return [reward - 1 for reward in accuracy_reward(completions)]
+
+
+failures_reward.__name__ = "accuracy_reward"
+
+
 def with_tools(model_folder, folder):
     if Version(trl.__version__) < Version("1.16"):
         pytest.skip("the calls of tools are parsed otherwise")
@@ -160,9 +167,9 @@ def with_tools(model_folder, folder):
     return folder
 
 
-def with_boxes(question_files, file):
+def with_boxes_and_hints(question_files, file):
     rows = pandas.read_parquet(train_file(question_files))
-    rows.assign(bbox=[[0.0, 0.0, 0.5, 1.0]] * len(rows)).to_parquet(file)
+    rows.assign(bbox=[[0.0, 0.0, 0.5, 1.0]] * len(rows), privileged_context="the shape is red").to_parquet(file)
     return f"train={file}"
 
 
@@ -170,13 +177,14 @@ def with_boxes(question_files, file):
 def test_a_step_in_as_many_passes_as_the_recipe_says(
     name, model_folder, question_files, tmp_path, monkeypatch, passes, capsys
 ):
-    monkeypatch.setitem(reward_registry._own, "accuracy", accuracy_reward)
     recipe = read_recipe(name)
+    reward = failures_reward if "distil_failed_only" in recipe.options else accuracy_reward
+    monkeypatch.setitem(reward_registry._own, "accuracy", reward)
     if "environment" in recipe.options:
         monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
         model_folder = with_tools(model_folder, tmp_path / "model")
     if "teacher_view" in recipe.options:
-        question_files = with_boxes(question_files, tmp_path / "boxes.parquet")
+        question_files = with_boxes_and_hints(question_files, tmp_path / "boxes.parquet")
     flags = f"--recipe {name} --model_name_or_path {model_folder} --data_files {question_files} {TINY}"
     flags += f" --output_dir {tmp_path / 'run'} --system_prompt_file none"
     flags += "".join(f" --{name} {value}" for name, value in SMALLER.items() if name in recipe.options)

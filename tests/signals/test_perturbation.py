@@ -29,8 +29,11 @@ def draw(mode: str, size: tuple[int, int], seed: int = 0) -> Image.Image:
     return image
 
 
+UNSEEDED = ("gaussian_blur", "mask_image", "lower_resolution", "compress_jpeg")
+
+
 def call(name, image, **parameters):
-    seeded = {"seed": 0} if name not in ("gaussian_blur", "mask_image") else {}
+    seeded = {"seed": 0} if name not in UNSEEDED else {}
     return registries.perturbations.load(name)(image, **{**seeded, **parameters})
 
 

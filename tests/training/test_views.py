@@ -203,7 +203,7 @@ def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_f
     assert expected.isnan().any(1).tolist() == [False] * 4 + [True] * 4
     assert torch.allclose(seen.double()[valid], expected[valid], atol=1e-6, equal_nan=True)
     assert (seen - signals.logps)[:4][valid[:4]].abs().max() > 1e-4
-    assert batch.images.num_images == [2] * 4 + [1] * 4
+    assert batch.images.num_images == [2] * 4, "rows without the view are not computed"
     assert set(rollout.teacher_images) == set(range(4))
     (record,) = read_run(run.args.output_dir).records()  # of two prompts, the first with a teacher
     taught, alone = record.completions[0], record.completions[-1]
@@ -316,3 +316,64 @@ def test_a_teacher_that_sees_the_clean_image(vision_trainer, monkeypatch):
     noisy = torch.tensor([False, False, True, True] * 2).unsqueeze(1) & valid
     assert gap[valid & ~noisy].abs().max() < 1e-5 < 1e-4 < gap[noisy].abs().max()
     assert torch.allclose(signals.views["teacher"][valid], signals.logps[valid], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["forward", "jensen_shannon"])
+def test_a_teacher_of_failures_with_another_for_the_description(
+    kind, closer, vision_trainer, model_folder, monkeypatch
+):
+    """Gradients as by autograd on all logits in float64; a row that did not fail has no teacher, nor a pass."""
+    registries.views.register("told")(told := lambda images, row, seed: Seen(images, "the shape is round"))
+    numbers, wrong = {"teacher_divergence_kind": kind, "teacher_divergence_coef": 0.5}, [0.0, 1.0, None, -1.0] * 2
+
+    def judge(completions, **columns):
+        return wrong[: len(completions)]
+
+    run = vision_trainer(
+        judge, rows=with_boxes(vision_trainer.rows), max_steps=1, model=tiny_model(model_folder).double(),
+        teacher_view="closer", teacher_description_view="told", distil_failed_only="judge", blind_tag="answer",
+        loss_terms=["teacher_divergence"], teacher_top_k=0, plugin_options=numbers, shuffle_dataset=False,
+        learning_rate=0.0, max_grad_norm=0.0, reward_weights=[0.0],
+    )  # fmt: skip
+    plain, tokenizer = run._generate_single_turn, run.processing_class.tokenizer
+    opens, closes = tokenizer.convert_tokens_to_ids(["<answer>", "</answer>"])
+
+    def generate(*args, **kwargs):
+        ids, *rest = plain(*args, **kwargs)
+        ids = [[token for token in row if token not in (opens, closes)] for row in ids]
+        ids[0][1:2], ids[3][2:3] = [closes], [closes]
+        return ids, *rest
+
+    run._generate_single_turn = generate
+    passes, found = noted_passes(monkeypatch), {}
+
+    def keep_gradients(*args, **kwargs):
+        found.update({name: weight.grad.clone() for name, weight in run.model.named_parameters()})
+
+    run.add_callback(type("Keep", (TrainerCallback,), {"on_pre_optimizer_step": keep_gradients}))
+    rollout = rollout_of(run, monkeypatch)
+    batch, valid = rollout.batch, rollout.signals.mask.bool()
+    views = [len(passed) for passed in passes if len(passed) < 8]
+    assert views == [2, 4], "failures with a box; failures"
+    failed = torch.tensor([reward is not None and reward <= 0 for reward in wrong])
+    within = torch.zeros_like(valid)
+    within[0, :2], within[3, :3] = True, True
+    _, boxed = asked_with_images(run, rollout, closer)
+    _, hinted = asked_with_images(run, rollout, told)
+    run.model.zero_grad()
+    logps = (emitted(run.model, batch) / run.temperature).log_softmax(-1)  # (N, T, vocabulary)
+    teacher = torch.stack([*boxed, *hinted[4:]])  # of the first prompt with its box; the second has none
+    teacher = torch.where(within.unsqueeze(-1), torch.stack(hinted), teacher)
+    has_teacher = torch.tensor([True] * 4 + [False] * 4).unsqueeze(1) | within
+    known = valid & failed.unsqueeze(1) & has_teacher
+    p, q = teacher[known].exp(), logps[known].exp()
+    kl = lambda one, other: (one * (one / other).log()).sum(1)  # noqa: E731
+    mixture = (p + q) / 2
+    divergence = kl(p, q) if kind == "forward" else (kl(p, mixture) + kl(q, mixture)) / 2
+    (0.5 * divergence.sum() / valid.sum()).backward()
+    assert known.any(1).tolist() == [True, False, False, True] + [False] * 4
+    expected = {name: weight.grad for name, weight in run.model.named_parameters() if weight.grad is not None}
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    assert largest > 1e-4
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 2e-6 * largest, name

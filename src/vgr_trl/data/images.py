@@ -24,6 +24,7 @@ NUMBERED_IMAGES = tuple(f"image_{number}" for number in range(1, 8))  # columns 
 FURTHER_IMAGES = tuple(f"image{number}" for number in range(2, 8))  # behind `image`
 MEDIA = (*IMAGE_COLUMNS, *NUMBERED_IMAGES, *FURTHER_IMAGES, "video", "videos")
 TEACHER_IMAGES = "teacher_images"  # column of images that a teacher sees in place of the policy's
+ORIGINAL_IMAGES = "original_images"  # column of a row's images before `degraded_by`, in training rollouts
 PRIVILEGED_CONTEXT = "privileged_context"  # column of a text that a teacher alone reads, as TRL names it
 FULL_IMAGES = "full_images"  # column of a row's images before `max_pixels` and other limits
 FOLDER = "__folder__"  # column: the folder that a row's relative paths start from, where files lie in several

@@ -281,13 +281,14 @@ def _true_indices(chosen: Tensor) -> list[int]:
     return chosen.nonzero().flatten().tolist()
 
 
-def filter_index(key: str, names: Sequence[str]) -> int | None:
-    """Find the reward function that online filtering reads, by its index; None for the weighted sums.
+def filter_index(key: str, names: Sequence[str], option: str = "filter_key") -> int | None:
+    """Find the reward function that an option names, by its index; None for the weighted sums.
 
     Args:
         key: `overall`, the name of a reward function with or without its suffix `_reward`, or one word of its name that
             no other name has.
         names: names of the reward functions.
+        option: the option, for the message.
 
     Raises:
         ConfigError: no reward function, or more than one, has that name.
@@ -297,7 +298,7 @@ def filter_index(key: str, names: Sequence[str]) -> int | None:
     matches = [index for index, name in enumerate(names) if name in (key, f"{key}_reward")]
     matches = matches or [index for index, name in enumerate(names) if key in name.split("_")]
     if len(matches) != 1:
-        named = f"filter_key is {key!r}, which names {len(matches)} reward functions"
+        named = f"{option} is {key!r}, which names {len(matches)} reward functions"
         raise ConfigError(f"{named}: give overall or one of {', '.join(names)}.")
     return matches[0]
 

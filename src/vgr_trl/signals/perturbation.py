@@ -5,8 +5,9 @@ the random numbers: its generators are seeded per image and give the same number
 """
 
 import inspect
+import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,15 @@ from PIL import Image, ImageFilter
 
 from vgr_trl import registries
 from vgr_trl.config import PERTURBATIONS
-from vgr_trl.data.images import DEEP_MODES, FULL_IMAGES, PRIVILEGED_CONTEXT, TEACHER_IMAGES, ImageLimits, boxes_of
+from vgr_trl.data.images import (
+    DEEP_MODES,
+    FULL_IMAGES,
+    ORIGINAL_IMAGES,
+    PRIVILEGED_CONTEXT,
+    TEACHER_IMAGES,
+    ImageLimits,
+    boxes_of,
+)
 from vgr_trl.errors import DataError
 from vgr_trl.options import Checked, option
 from vgr_trl.registries import declares
@@ -105,10 +114,9 @@ def gaussian_blur(image: Image.Image, *, radius: float = 6.0) -> Image.Image:
         image: PIL image.
         radius: standard deviation of the Gaussian in pixels, in [0, 1e6].
     """
-    colours, opacity = _split_opacity(image)
-    if not colours.size or not radius:
+    if not radius:
         return image.copy()
-    return _build_image(np.asarray(Image.fromarray(colours).filter(ImageFilter.GaussianBlur(radius))), opacity, image)
+    return _change_colours(image, lambda colours: colours.filter(ImageFilter.GaussianBlur(radius)))
 
 
 def mask_image(image: Image.Image, *, value: int = 128) -> Image.Image:
@@ -181,6 +189,45 @@ def diffusion_signal(steps: int) -> float:
     """
     beta = 1 / (1 + np.exp(-np.linspace(-6, 6, 1000))) * (0.5e-2 - 1e-5) + 1e-5
     return float(np.cumprod(1 - beta)[steps])
+
+
+def lower_resolution(image: Image.Image, *, scale: float = 0.25) -> Image.Image:
+    """Shrink the colours of the image and enlarge them to its size again; transparency stays.
+
+    Args:
+        image: PIL image.
+        scale: scale of both sides of the smaller image, in (0, 1].
+    """
+    smaller = [max(1, round(side * scale)) for side in image.size]
+
+    def change(colours: Image.Image) -> Image.Image:
+        return colours.resize(smaller, Image.Resampling.BOX).resize(image.size, Image.Resampling.BILINEAR)
+
+    return _change_colours(image, change)
+
+
+def compress_jpeg(image: Image.Image, *, quality: int = 10) -> Image.Image:
+    """Compress the colours of the image as JPEG; transparency stays.
+
+    Args:
+        image: PIL image.
+        quality: quality of Pillow's JPEG, in [1, 100].
+    """
+
+    def change(colours: Image.Image) -> Image.Image:
+        file = io.BytesIO()
+        colours.save(file, "JPEG", quality=quality)
+        return Image.open(file)
+
+    return _change_colours(image, change)
+
+
+def _change_colours(image: Image.Image, change: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """Return the image with changed colours, given as an image of mode L or RGB; a copy if it has no pixel."""
+    colours, opacity = _split_opacity(image)
+    if not colours.size:
+        return image.copy()
+    return _build_image(np.asarray(change(Image.fromarray(colours))), opacity, image)
 
 
 def remove_image(image: Image.Image) -> Image.Image:
@@ -305,6 +352,12 @@ def privileged_context(images: Sequence[Image.Image], row: Mapping[str, Any]) ->
 def clean(images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.Image]:
     """Return the images of the data, where `noisy_generations` have seen perturbed ones."""
     return list(images)
+
+
+@registries.views.register("original")
+def original(images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.Image]:
+    """Return the images of the data, where `degraded_by` has changed those of the rollout."""
+    return list(row.get(ORIGINAL_IMAGES) or images)
 
 
 def show_view(

@@ -145,11 +145,15 @@ def refuse_unfit_options(facts: RunFacts, views: Collection[str]) -> None:
     refuse_unfit_noise(facts)
     if args.online_filtering:
         filter_index(args.filter_key, list(facts.rewards))  # raises if no reward matches
+    if args.distil_failed_only:
+        filter_index(args.distil_failed_only, list(facts.rewards), "distil_failed_only")
 
 
 def refuse_unfit_noise(facts: RunFacts) -> None:
-    """Raise `ConfigError` if `noisy_generations` does not fit the data, the tools or the way of generation."""
+    """Raise `ConfigError` if `noisy_generations` or `degraded_by` fits neither data nor tools nor generation."""
     args = facts.args
+    if args.degraded_by and not facts.has_images:
+        raise ConfigError(f"degraded_by is {args.degraded_by}, but the data have no images: leave it out.")
     vllm_corrects = args.use_vllm and args.vllm_importance_sampling_correction
     reasons = {
         "the data have no images": not facts.has_images,

@@ -1,5 +1,6 @@
 """Perturb, replace or drop the images of conversations and tool turns, and score or generate under such views."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,9 +20,11 @@ from vgr_trl.metrics.step_metrics import Totals
 from vgr_trl.passes.run_pass import run_pass, score
 from vgr_trl.patches.trl import process_with_options
 from vgr_trl.pixels import PERTURBED, RowImages, image_tensors
-from vgr_trl.registries import TEACHER
+from vgr_trl.registries import DESCRIBER, TEACHER
+from vgr_trl.rewards.answers import decode_with_tags
 from vgr_trl.rollout import Noise, Rollout, weighted_sums
 from vgr_trl.run import Run
+from vgr_trl.sampling.zero_variance import filter_index
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.sharing.prefix_split import round_up_to_groups
 from vgr_trl.signals.named import NOISY, RolloutSignals, add_named, build_unmeasured_signals, named_metrics
@@ -31,6 +34,7 @@ from vgr_trl.signals.scoring import Head, Purpose, Scores, Want
 from vgr_trl.tools import show_again
 from vgr_trl.vision import images_processed_once
 
+Top = tuple[torch.Tensor, torch.Tensor]  # a teacher's likeliest tokens, (N, T, k), and log-probabilities, (N, T, k + 1)
 Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
 
 
@@ -156,13 +160,46 @@ def score_perturbed(run: Run, rollout: Rollout) -> None:
     chunks = [every[start : start + size] for start in every[::size]]
     if measurement.views:
         _score_perturbations(run, rollout, chunks)
-    totals = Totals()
+    totals, tops = Totals(), dict[str, Top | None]()
     for name in measurement.row_views:
-        signals.views[name] = seen = _score_row_view(run, rollout, name, chunks)
-        known = signals.mask.bool() & ~seen.isnan()
+        signals.views[name], tops[name] = _score_row_view(run, rollout, name, chunks)
+        known = signals.mask.bool() & ~signals.views[name].isnan()
         totals.add_mean(f"views/{name}/rows", known.any(1), signals.mask.any(1))
+    if TEACHER in tops:
+        _keep_teacher(run, rollout, tops)
     gather = run.accelerator.gather
     rollout.metrics |= named_metrics(add_named(measurement.named, signals), signals, gather) | totals.metrics(gather)
+
+
+def _keep_teacher(run: Run, rollout: Rollout, tops: Mapping[str, Top | None]) -> None:
+    """Let the teacher of descriptions score these; add what loss terms read of a teacher to the batch."""
+    views, top = cast("RolloutSignals", rollout.signals).views, tops[TEACHER]
+    if DESCRIBER in tops:
+        lengths = [_description_length(run, ids) for ids in rollout.batch.completion_ids.tolist()]
+        within = torch.arange(rollout.batch.length) < torch.tensor(lengths).unsqueeze(1)  # (N, T)
+        within = within.to(views[TEACHER].device)
+        views[TEACHER] = torch.where(within, views.pop(DESCRIBER), views[TEACHER])
+        if top is not None:
+            both = zip(cast("Top", tops[DESCRIBER]), top, strict=True)
+            ids, logps = (torch.where(within.unsqueeze(-1), other, own) for other, own in both)
+            top = ids, logps
+    rollout.teacher_top = top
+    if run.measurement.term_needs & {"teacher", "teacher_top"}:
+        named = zip(
+            ("teacher_top_ids", "teacher_top_logps"), (top or ()) * run.measurement.needs("teacher_top"), strict=False
+        )
+        columns = {column: each.transpose(1, 2).contiguous() for column, each in named}  # the tokens last
+        rollout.batch = rollout.batch.with_columns(teacher_logps=views[TEACHER], **columns)
+
+
+def _description_length(run: Run, ids: list[int]) -> int:
+    """Return the number of tokens of a completion up to the end of its description; 0 without its closing tag."""
+    tag = run.args.blind_tag
+
+    def has_ended(length: int) -> bool:
+        return f"</{tag}>" in decode_with_tags(run.tokenizer, [ids[:length]], f"<{tag}></{tag}>")[0]
+
+    return bisect_left(range(len(ids)), True, key=has_ended) if has_ended(len(ids)) else 0
 
 
 def _score_perturbations(run: Run, rollout: Rollout, chunks: Sequence[range]) -> None:
@@ -199,47 +236,53 @@ def _score_perturbations(run: Run, rollout: Rollout, chunks: Sequence[range]) ->
         signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in shift)
 
 
-def _score_row_view(run: Run, rollout: Rollout, name: str, chunks: Sequence[range]) -> torch.Tensor:
+def _score_row_view(run: Run, rollout: Rollout, name: str, chunks: Sequence[range]) -> tuple[torch.Tensor, Top | None]:
     """Return the log-probabilities of the completions under a view of their rows, (N, T); NaN for rows without it.
+
+    And a teacher's most likely tokens, if anything reads them. Rows without the view are not computed.
 
     Args:
         run: scores the completions.
-        rollout: a scored rollout; it keeps the images of the view `teacher`, and its batch gets columns of loss terms.
+        rollout: a scored rollout; it keeps the images of the view `teacher`.
         name: name of the view among the signals.
         chunks: rows of each pass.
     """
-    found, top, measurement = [], [], run.measurement
+    measurement, args, teaches = run.measurement, run.args, name in (TEACHER, DESCRIBER)
     reads_all, count = measurement.needs("teacher_top"), measurement.teacher_top
-    reads = name == TEACHER and (reads_all or (count > 0 and bool(rollout.recorded)))
+    reads = teaches and (reads_all or (count > 0 and bool(rollout.recorded)))
+    logps = torch.full(rollout.batch.completion_ids.shape, torch.nan, device=rollout.batch.completion_ids.device)
+    top: Top | None = None
     for rows in chunks:
-        seen = _rows_under(measurement.row_views[name], run, rollout, rows)
-        shown = {row: [*each.images] for row, each in zip(rows, seen, strict=True) if each is not None}
-        batch = _batch_behind([*map(_show, rollout.messages[rows.start : rows.stop], seen)], run, rollout, rows)
+        seen = dict(zip(rows, _rows_under(measurement.row_views[name], run, rollout, rows), strict=True))
+        if teaches and args.distil_failed_only:
+            failed = rollout.rewards[:, filter_index(args.distil_failed_only, [*run.facts.rewards])] <= 0
+            seen = {row: each if failed[rollout.first + row] else None for row, each in seen.items()}
+        shown = {row: each for row, each in seen.items() if each is not None}
+        kept = [*shown] or [rows.start]  # every process makes the pass
+        batch = _batch_behind([_show(rollout.messages[row], seen[row]) for row in kept], run, rollout, kept)
         with _weights_of(name, run) as model, torch.no_grad():
             scores = score(run, batch, Want(hidden=reads), model, purpose=Purpose.VIEW)
             if scores.hidden is not None:
-                read = [row in shown and (reads_all or row in (rollout.recorded or ())) for row in rows]
+                read = [row in shown and (reads_all or row in (rollout.recorded or ())) for row in kept]
                 mask = scores.mask & torch.tensor(read, device=scores.mask.device).unsqueeze(1)
                 head = Head(causal_model(model))
-                top.append(head.most_likely(scores.hidden, mask, count, run.args.temperature))
-        missing = torch.tensor([row not in shown for row in rows], device=scores.logps.device)
-        found.append(scores.logps.float().masked_fill(missing.unsqueeze(1), torch.nan))
+                likely = head.most_likely(scores.hidden, mask, count, args.temperature)
+                if top is None:
+                    ids, others = (part.new_zeros(len(logps), *part.shape[1:]) for part in likely)
+                    top = ids, others
+                for whole, part in zip(top, likely, strict=True):
+                    whole[kept] = part
+        if shown:
+            logps[kept] = scores.logps.float()
         if name == TEACHER:
-            rollout.teacher_images |= shown
-    if top:
-        rollout.teacher_top = torch.cat([ids for ids, _ in top]), torch.cat([logps for _, logps in top])
-    logps = torch.cat(found)
-    if name == TEACHER and run.measurement.term_needs & {"teacher", "teacher_top"}:
-        named = zip(("teacher_top_ids", "teacher_top_logps"), (rollout.teacher_top or ()) * reads_all, strict=False)
-        columns = {column: each.transpose(1, 2).contiguous() for column, each in named}  # the tokens last
-        rollout.batch = rollout.batch.with_columns(teacher_logps=logps, **columns)
-    return logps
+            rollout.teacher_images |= {row: [*each.images] for row, each in shown.items()}
+    return logps, top
 
 
 @contextmanager
 def _weights_of(name: str, run: Run) -> Iterator[nn.Module]:
     """Yield the model that scores a view: the policy, or its reference for a teacher with those weights."""
-    if name != TEACHER or run.args.teacher_weights == "policy":
+    if name not in (TEACHER, DESCRIBER) or run.args.teacher_weights == "policy":
         yield run.model
     elif run.reference is not None:
         yield run.reference
@@ -260,9 +303,9 @@ def _rows_under(view: str, run: Run, rollout: Rollout, rows: range) -> list[Seen
     return [shown[number] for number in numbers]
 
 
-def _batch_behind(conversations: list[Any], run: Run, rollout: Rollout, rows: range) -> Batch:
+def _batch_behind(conversations: list[Any], run: Run, rollout: Rollout, rows: Sequence[int]) -> Batch:
     """Build a batch of the completions of some rows of a rollout behind other prompts, of any size."""
-    part = slice(rows.start, rows.stop)
+    part = [*rows]
     with images_processed_once(run.processor):
         prompts = run.tokenize(conversations)
     batch = build_batch(
@@ -387,7 +430,7 @@ def perturb_noisy_prompts(run: Run, rollout: Rollout, prompts: Prompts) -> Promp
     rollout.noise = Noise(noisy, count, strength)
     if not any(noisy) or prompts.images is None:  # another process may have noisy rows with images
         return prompts
-    parameters = args.noisy_parameters(strength)
+    parameters = args.weakened_parameters(args.noisy_perturbation, strength)
     perturb = partial(perturb_images, name=args.noisy_perturbation, parameters=parameters, seed=args.seed, step=step)
     perturbed, own = perturb_prompts(rollout.messages, [number // size for number in every], perturb)
     seen = [perturbed[own[row]] if is_noisy else rollout.messages[row] for row, is_noisy in enumerate(noisy)]
