@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
 from vgr_trl.patching import patched_attribute
+from vgr_trl.sharing.model_support import indexed_modules, layer_types
 from vgr_trl.sharing.row import ROW, Bounds, PackedRow, Visibility
 
 _OF_PACKED_ROWS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -108,7 +109,7 @@ def visibility(module: Any, row: PackedRow, window: int | None) -> Visibility:
         window: window that the layer passes to its attention function; None: no window.
     """
     config = module.config
-    kinds, chunk = getattr(config, "layer_types", None), None
+    kinds, chunk = layer_types(config), None
     if kinds:
         kind = kinds[module.layer_idx]
         window = config.sliding_window if kind == "sliding_attention" else None
@@ -357,18 +358,17 @@ _split: set[type[nn.Module]] = set()
 
 def split_state_mixers(base: Any) -> None:
     """Let a model's state mixers read row layouts, for the whole process, because checkpoints recompute later."""
-    kinds = getattr(base.config.get_text_config(decoder=True), "layer_types", None) or ()
+    kinds = layer_types(base.config)
     if not {*KINDS}.intersection(kinds):
         return
     layers: list[Any] = DynamicCache(config=base.config).layers
-    for module in base.modules():
-        number = getattr(module, "layer_idx", None)
-        if not isinstance(number, int) or isinstance(module, GradientCheckpointingLayer) or type(module) in _split:
+    for module in indexed_modules(base):
+        if isinstance(module, GradientCheckpointingLayer) or type(module) in _split:
             continue
         names = [name for name in _CACHE_NAMES if name in signature(module.forward).parameters]
-        if names and kinds[number] in KINDS:
+        if names and kinds[module.layer_idx] in KINDS:
             kind: Any = type(module)
-            kind.forward = _split_by_row(kind.forward, names[0], layers[number].number_of_states)
+            kind.forward = _split_by_row(kind.forward, names[0], layers[module.layer_idx].number_of_states)
             _split.add(kind)
 
 
