@@ -46,7 +46,7 @@ from vgr_trl.measure import (
 from vgr_trl.metrics.collapse import CollapseWatch
 from vgr_trl.metrics.step_metrics import StageClock, StepMetrics
 from vgr_trl.passes.micro_batches import join_micro_batches, loss_in_parts
-from vgr_trl.passes.run_pass import Skipping, adapter_dtype, cast_adapters, run_pass, score
+from vgr_trl.passes.run_pass import adapter_dtype, cast_adapters, find_loss_mask, run_pass, score
 from vgr_trl.patches.trl import (
     enable_reference_model,
     enlarge_tables,
@@ -612,7 +612,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             hidden=(self.kl.in_loss and self.kl.full is not None) or "hidden" in self.run.measurement.term_needs,
             values=None if self.critic is None else self.critic.head,
             router_loss=router_loss,
-            tokens=Skipping(self.run.features).loss_mask(batch),
+            tokens=find_loss_mask(self.run.features, batch),
         )
         scores = run_pass(self.run, model, to_score, want, purpose=Purpose.TRAINING, gradients=torch.is_grad_enabled())
         logps, old = scores.logps, batch.old_logps

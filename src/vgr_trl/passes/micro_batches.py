@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vgr_trl.batch import Batch
 from vgr_trl.config import PER_WINDOW
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.passes.run_pass import Extent, Skipping, count_positions, pack_rows
+from vgr_trl.passes.run_pass import Extent, count_positions, find_extents, pack_rows
 from vgr_trl.patching import patched_attribute
 from vgr_trl.run import Features, Run
 from vgr_trl.sharing.prefix_split import find_groups
@@ -226,7 +226,7 @@ def _split_rows(run: Run, limits: RowsPerPass, batch: Batch) -> list[list[int]]:
     if run.features.share_training.enabled:
         pixels = [[*inputs.values()] for inputs in batch.images.rows] if batch.images.num_images else None
         groups = find_groups(batch.prompt_ids, batch.prompt_mask, pixels)
-    mine = torch.tensor(Skipping(run.features).extents(batch, groups), device=accelerator.device)
+    mine = torch.tensor(find_extents(run.features, batch, groups), device=accelerator.device)
     of_all = [[Extent(*row) for row in rows] for rows in accelerator.gather(mine).view(-1, count, 3).tolist()]
 
     def load(rows: Sequence[int]) -> float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -114,74 +114,63 @@ def count_positions(extents: Sequence[Extent]) -> tuple[int, int]:
     return sum(prompts.values()) + completions, sum(row.prompt for row in running) + completions
 
 
-@dataclass(frozen=True)
-class Skipping:
-    """Decides which rows, columns and tokens of a micro-batch run.
+def find_loss_mask(features: Features, batch: Batch) -> Tensor:
+    """Return the tokens of a training batch whose log-probabilities the loss reads, (N, T) bool."""
+    valid = batch.valid
+    credited = valid & batch.advantages_by_token.ne(0)  # (N, T)
+    if features.skip_zero_advantage_tokens.enabled:
+        return credited
+    return valid & credited.any(1, keepdim=True) if features.skip_zero_advantage.enabled else valid
 
-    Attributes:
-        features: the features of a run, by name.
-        has_tools: whether completions may have images, which tools return.
+
+def find_extents(features: Features, batch: Batch, groups: Sequence[int]) -> list[Extent]:
+    """Return the `Extent` of each row of a training batch."""
+    loss_mask, prompt_mask = find_loss_mask(features, batch), batch.prompt_mask
+    if not features.share_training.enabled:  # TRL's pass computes padding, too
+        return [Extent(prompt_mask.size(1), loss_mask.size(1), group) for group in groups]
+    runs = loss_mask.any(1) | (not features.skip_zero_advantage.enabled)
+    completions = last_column(loss_mask if features.skip_padding.enabled else batch.valid).clamp(min=1) * runs
+    columns = torch.stack([prompt_mask.sum(1), completions], dim=1).tolist()  # the host waits once
+    pairs = zip(columns, groups, strict=True)
+    return [Extent(prompt, completion, group) for (prompt, completion), group in pairs]
+
+
+def runs_images(features: Features, batch: Batch) -> bool:
+    """Whether the images of a micro-batch run even if no row has loss."""
+    return not features.skip_images.enabled and "pixel_values" in batch.images.tensors
+
+
+def may_be_skipped(features: Features, batch: Batch) -> bool:
+    """Whether a micro-batch need not run if no row has loss."""
+    skips = features.skip_zero_advantage.enabled and features.skip_padding.enabled
+    return skips and not runs_images(features, batch)
+
+
+def find_lengths(run: Run, batch: Batch, loss_mask: Tensor, config: Any) -> list[int]:
+    """Return how many columns of each row's completion run, (N,), 0 for skipped rows; one row always runs.
+
+    Args:
+        run: gives the features, and whether completions may have images, which tools return.
+        batch: completions that are scored.
+        loss_mask: (N, T) bool.
+        config: configuration of the model, which names its image tokens.
     """
-
-    features: Features
-    has_tools: bool = False
-
-    @property
-    def rows(self) -> bool:
-        """Whether rows without loss are skipped."""
-        return self.features.skip_zero_advantage.enabled
-
-    @property
-    def padding(self) -> bool:
-        """Whether columns without loss are skipped."""
-        return self.features.skip_padding.enabled
-
-    def loss_mask(self, batch: Batch) -> Tensor:
-        """Return the tokens of a training batch whose log-probabilities the loss reads, (N, T) bool."""
-        valid = batch.valid
-        credited = valid & batch.advantages_by_token.ne(0)  # (N, T)
-        if self.features.skip_zero_advantage_tokens.enabled:
-            return credited
-        return valid & credited.any(1, keepdim=True) if self.rows else valid
-
-    def extents(self, batch: Batch, groups: Sequence[int]) -> list[Extent]:
-        """Return the `Extent` of each row of a training batch."""
-        loss_mask, prompt_mask = self.loss_mask(batch), batch.prompt_mask
-        if not self.features.share_training.enabled:  # TRL's pass computes padding, too
-            return [Extent(prompt_mask.size(1), loss_mask.size(1), group) for group in groups]
-        runs = loss_mask.any(1) | (not self.rows)
-        completions = last_column(loss_mask if self.padding else batch.valid).clamp(min=1) * runs
-        columns = torch.stack([prompt_mask.sum(1), completions], dim=1).tolist()  # the host waits once
-        pairs = zip(columns, groups, strict=True)
-        return [Extent(prompt, completion, group) for (prompt, completion), group in pairs]
-
-    def runs_images(self, batch: Batch) -> bool:
-        """Whether the images of a micro-batch run even if no row has loss."""
-        return not self.features.skip_images.enabled and "pixel_values" in batch.images.tensors
-
-    def lengths(self, batch: Batch, loss_mask: Tensor, config: Any) -> list[int]:
-        """Return how many columns of each row's completion run, (N,), 0 for skipped rows; one row always runs.
-
-        Args:
-            batch: completions that are scored.
-            loss_mask: (N, T) bool.
-            config: configuration of the model, which names its image tokens.
-        """
-        read = loss_mask if self.padding else batch.completion_mask.bool()
-        if self.has_tools and "pixel_values" in batch.images.tensors:
-            images = is_image_token(batch.completion_ids, config)
-            # Images of completions run whole, and sharing needs a token behind them.
-            read = read | images | torch.nn.functional.pad(images[:, :-1], (1, 0))
-        runs = loss_mask.any(1) | (not self.rows)
-        prompts = batch.prompt_mask.sum(1)
-        columns = torch.stack([last_column(read).clamp(min=1) * runs, prompts], dim=1).tolist()  # the host waits once
-        lengths, widths = ([row[place] for row in columns] for place in (0, 1))
-        counts = batch.images.num_images or [1] * len(lengths)
-        needed = [row for row, count in enumerate(counts) if count > 0] if self.runs_images(batch) else []
-        needed = needed or [*range(len(lengths))]
-        if not any(lengths[row] for row in needed):  # all parameters take part in a pass, and so do images if they must
-            lengths[min(needed, key=widths.__getitem__)] = 1
-        return lengths
+    features = run.features
+    read = loss_mask if features.skip_padding.enabled else batch.completion_mask.bool()
+    if run.facts.has_tools and "pixel_values" in batch.images.tensors:
+        images = is_image_token(batch.completion_ids, config)
+        # Images of completions run whole, and sharing needs a token behind them.
+        read = read | images | torch.nn.functional.pad(images[:, :-1], (1, 0))
+    runs = loss_mask.any(1) | (not features.skip_zero_advantage.enabled)
+    prompts = batch.prompt_mask.sum(1)
+    columns = torch.stack([last_column(read).clamp(min=1) * runs, prompts], dim=1).tolist()  # the host waits once
+    lengths, widths = ([row[place] for row in columns] for place in (0, 1))
+    counts = batch.images.num_images or [1] * len(lengths)
+    needed = [row for row, count in enumerate(counts) if count > 0] if runs_images(features, batch) else []
+    needed = needed or [*range(len(lengths))]
+    if not any(lengths[row] for row in needed):  # all parameters take part in a pass, and so do images if they must
+        lengths[min(needed, key=widths.__getitem__)] = 1
+    return lengths
 
 
 def last_column(read: Tensor) -> Tensor:
@@ -320,12 +309,12 @@ def _try_row(
         tokens: (N, T) bool, tokens with loss; None: all valid tokens are scored.
     """
     base = base_of(causal_model(model))
-    lengths, skipping = None, Skipping(run.features, run.facts.has_tools)
+    lengths = None
     if tokens is not None:
-        is_empty = skipping.rows and skipping.padding and not skipping.runs_images(batch) and not tokens.any()
+        is_empty = may_be_skipped(run.features, batch) and not tokens.any()
         text = find_text(batch, base.config) if is_empty else None
         batch = batch if text is None else text
-        lengths = [1] if text is not None else skipping.lengths(batch, tokens, base.config)
+        lengths = [1] if text is not None else find_lengths(run, batch, tokens, base.config)
     inputs = drop_empty_images(batch.model_inputs)
     try:
         check_inputs(inputs, base.config)
@@ -354,11 +343,10 @@ def _can_skip_pass(run: Run, batch: Batch, want: Want, tokens: Tensor) -> bool:
 
     Where processes exchange gradients, parts of weights, or whether they have images, all have to run the model.
     """
-    skipping = Skipping(run.features, run.facts.has_tools)
     exchanges = run.accelerator.sync_gradients or run.dummy_image is not None
     alone = run.accelerator.num_processes == 1 or not exchanges
-    skips = skipping.rows and skipping.padding and not skipping.runs_images(batch)
-    if not (alone and has_whole_weights(run.accelerator) and skips) or want.reads_states or bool(tokens.any()):
+    skips = alone and has_whole_weights(run.accelerator) and may_be_skipped(run.features, batch)
+    if not skips or want.reads_states or bool(tokens.any()):
         return False
     return all(weight.grad is not None for weight in run.model.parameters() if weight.requires_grad)
 
