@@ -3,6 +3,8 @@
 import logging
 import math
 import re
+from contextlib import suppress
+from datetime import datetime
 from functools import lru_cache
 
 from vgr_trl.processes import limit_seconds
@@ -56,12 +58,8 @@ _FORMULA_UNIT = re.compile(
     r"((?<![A-Za-z\\])(?:(?:square|cubic) )?[A-Za-zμΩ]+(?:\s?\^\s?\{?[23]\}?)?|[\u4e00-\u9fff]+)"
 )
 _AND = re.compile(r",?\s+and\s+|\s*(?:→|->|;)\s*|(?<=[\u4e00-\u9fff])和", re.IGNORECASE)
-_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
-_DATE = re.compile(
-    rf"(?:(\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ?)?({'|'.join(_MONTHS)})[a-z]*\.?(?: (\d{{1,2}})(?:st|nd|rd|th)?)?"
-    r"(?:,? (\d{4}))?|(\d{4})(?:[-/.]|年)(\d{1,2})(?:[-/.]|月)(\d{1,2})日?"
-)
-_TIME = re.compile(r"0?(\d{1,2}:\d\d) ?([ap]?)\.?m?\.?")
+_DATES = ("%d %B %Y", "%d %b %Y", "%B %d %Y", "%b %d %Y", "%Y-%m-%d", "%Y/%m/%d", "%Y年%m月%d日")
+_IGNORED = re.compile(r"(?<=[^\w\s])\s+|\s+(?=[^\w\s])|\b0(?=\d:\d\d)|(?<=\d [ap])\.(?=m)")  # 1 : 3, 07:45, 4:15 p.m.
 
 
 @lru_cache(4096)
@@ -80,7 +78,7 @@ def is_literal(gold: str) -> bool:
     """Return whether only the same text equals an open reference: a formula that cannot be read, or a sentence."""
     if POLARITY.get(_read_gold(gold)):
         return False
-    is_read = all(map(is_value, split_list(_read_gold(gold)))) or _read_date(strip_article(gold))
+    is_read = all(map(is_value, split_list(_read_gold(gold))))
     return not is_read and (len(gold.split()) > 8 or bool(re.search(r"\d|[\\√π^=]", gold)))
 
 
@@ -104,19 +102,13 @@ def is_same_value(gold: str, answer: str) -> bool:
     first, second = read_quantity(gold), read_quantity(answer)
     if first and second:
         return first.equals(second)
-    words = strip_article(gold), strip_article(answer)
+    words = [_IGNORED.sub("", strip_article(text)) for text in (gold, answer)]
     if len({POLARITY.get(text, text) for text in words}) == 1:
         return True
     if not (first or _MATH_SIGN.search(gold) or re.search("[,、]", gold) or "=" in answer):  # words
         return False
-    plain = [
-        re.sub(r"\s" if "\\" in text else r"(?<=\d) ?(?=:)|(?<=:) ?(?=\d)|(?<=\d) (?=°)", "", text) for text in words
-    ]
-    moments = [_read_date(text) or (time.groups() if (time := _TIME.fullmatch(text)) else text) for text in plain]
-    if moments[0] == moments[1]:
+    if (date := _read_date(words[0])) and date == _read_date(words[1]):
         return True
-    if all(map(_TIME.fullmatch, plain)):  # a missing am or pm is any
-        return moments[0][0] == moments[1][0] and "" in (moments[0][1], moments[1][1])
     if gold.startswith("[") != answer.startswith("["):  # a list with its brackets, and one without or with others
         is_long = min(gold.count(","), answer.count(",")) > 1
         gold, answer = (text.strip("[](){}\\ " if is_long else "[]") for text in (gold, answer))
@@ -150,13 +142,13 @@ def _is_same_expression(gold: str, answer: str) -> bool:
     )
 
 
-def _read_date(text: str) -> tuple[int, int, int] | None:
-    """Return (year, month, day) of a date that names its month or begins with its year; a year that is missing is 0."""
-    match = _DATE.fullmatch(text)
-    day = match and (match[1] or match[3] or match[7])
-    if match is None or day is None:
-        return None
-    return int(match[4] or match[5] or 0), int(match[6] or _MONTHS.index(match[2]) + 1), int(day)
+def _read_date(text: str) -> datetime | None:
+    """Parse a date that names its month or begins with its year."""
+    text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|[,.]|\bof\b", " ", text)
+    for form in _DATES:
+        with suppress(ValueError):
+            return datetime.strptime(text, form)
+    return None
 
 
 def _to_latex(text: str) -> tuple[str, str | None]:

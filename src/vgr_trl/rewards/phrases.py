@@ -250,7 +250,7 @@ def read_quantity(text: str) -> Quantity | None:
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
 _NUMBER = re.compile(rf"(?i)[-+$€£¥]{{0,2}}(?<![\w.(\[])\d(?:[\d.,:/]*\d)?|(?<![a-z-])(?:{_WORD_PATTERN})(?![a-z-])")
-_NUMBER_END = re.compile(r"\((?!\d)|(?:in|on|at|for|from|with|by|who|that|when|according|left)\b")
+_NUMBER_END = re.compile(r"\((?!\d)|(?i:[ap]\.?m\b)|(?:in|on|at|for|from|with|by|who|that|when|according|left)\b")
 _REMARK = re.compile(  # behind an answer, in brackets
     r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)(?:[^()]*[a-z]{2}[^()]* [^()]*|[\d.,]+ ?[a-z%]+)\)[\s.*]*$"
 )
