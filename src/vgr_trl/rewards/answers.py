@@ -225,7 +225,8 @@ def _read_part(text: str, match: re.Match[str]) -> str:
         part = rest[: next(closed, 0)]
         return "" if re.match(r"\W{0,9}(?:is|was) (?:not|wrong)\b", rest[len(part) :]) else part
     clause = re.split(r"[.!?;](?=\s)|[。\n]", text[max(0, start - _REACH) : start])[-1]
-    if has("supposes", clause) or has("others", re.split("[,;:]", clause)[-1][-25:]):
+    before = re.split("[,;:]", clause)[-1][-25:]
+    if has("supposes", clause) or has("denies", before) or has("others", before):
         return ""
     if match["statement"]:
         part = _read_line(rest)
