@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import chain, pairwise
 from numbers import Real
 from typing import Any
 
@@ -21,6 +21,7 @@ from vgr_trl.rewards.phrases import (
     POLARITY,
     STOPS,
     behind_verb,
+    bracket_depths,
     cut_fillers,
     cut_reason,
     find_polarity,
@@ -123,7 +124,6 @@ _JOINED = re.compile(
     r"(?i)(?:[/&|;、]|\b(?:and|or|[a-j]\W? to)|或者?|和|到)(?: also)?(?: the)?[\s$(\\\[\]*]*\Z|\}[\s$.,()}\\\[\]]*\Z"
 )
 _JOINS = re.compile(r"(?i)[)*\s]*(?:[/&|;、]|or\b|and\b|to \W?[a-j]\b|或|和|到)\s*\S?")
-_MORE = re.compile(r"(?i)(?:or|alternatively)\b|或|也可能")
 _SENTENCE_END = re.compile(
     r"[.!?](?<!\b(?:vs|Mr|Ms|Dr|St).)(?<![ .][K-Z].)(?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
 )
@@ -144,8 +144,9 @@ _NO_WORD = r"(?!\s+(?!(?:or|and|nor|is|are|was|because|since|as|which|with|but|t
 _OTHER = re.compile(rf"{_LETTER}(?:(?<![AI])|{_NO_WORD})")
 _LABEL_END = re.compile(r"(?:[)\]\s*_`.:;,。、]|[-–—]\s|\\[ ,;!]|~)+")
 _STOP_BEHIND = re.compile(r"\s*(?:[.:)、。,;(!-]|\Z|because\b|since\b|因为|选项|项)")
-_ALSO = re.compile(  # another option in the next sentence
-    rf"[\s.。!;,]*(?i:or|maybe|also|或者?|也)?[\s(*]*(?:[Oo]ption )?({_LETTER})[\s)*]*(?:[.!。,;]|\Z|也|is possible)"
+# A sentence that adds another answer to the one before
+_MORE = re.compile(
+    rf"(?i:or|alternatively|maybe|also)\b|[或也]|[(*]*(?:Option )?{_LETTER}[\s)*]*(?:[.!。,;]|\Z|也|is poss)"
 )
 _TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no spaces
     r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!/]|\s+[-–—]\s|\s*$|\s+(?:or|and|in|on|at|with|for|from|of|as|[a-z]+ing)\b)|[\u4e00-\u9fff]"
@@ -214,15 +215,14 @@ def _read_part(text: str, match: re.Match[str]) -> str:
     """Return the content of an explicit statement; empty if it is none."""
     start, rest = match.start(), text[match.end() : match.end() + 2000]
     if match["hashes"]:
-        line = rest.partition("\n")[0]
-        return "" if len(line.split()) > _MAX_WORDS or line.strip().endswith(":") else line
+        return rest.partition("\n")[0]
     if match["tag"] or "|>" in match[0]:
         part = _MARK_END.split(rest, maxsplit=1)[0]
         lines = part.strip().splitlines()
         return part if match["box"] or len(lines) < 2 or _is_list(lines) else lines[-1]
     if match["box"]:
-        closed = (number for number, depth in enumerate(accumulate(map(_BRACES.get, rest, repeat(0)))) if depth < 0)
-        part = rest[: next(closed, 0)]
+        depths = bracket_depths(re.sub("[^{}]", " ", rest))
+        part = rest[: next((end for end, depth in enumerate(depths) if depth < 0), 0)]
         return "" if re.match(r"\W{0,9}(?:is|was) (?:not|wrong)\b", rest[len(part) :]) else part
     clause = re.split(r"[.!?;](?=\s)|[。\n]", text[max(0, start - _REACH) : start])[-1]
     before = re.split("[,;:]", clause)[-1][-25:]
@@ -234,9 +234,6 @@ def _read_part(text: str, match: re.Match[str]) -> str:
         return "" if is_none or re.match(r"not\b(?!.*\bbut\b)", part) else part
     verb = _IS.search(clause.lower())
     return clause[: verb.start()] if verb else "" if match[0].isascii() else clause.rstrip("是为最")
-
-
-_BRACES = {"{": 1, "}": -1}
 
 
 def _read_line(rest: str) -> str:
@@ -256,8 +253,6 @@ def _is_list(lines: Sequence[str]) -> bool:
 def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the last line, the first if it begins with a letter, and the last sentence; a list of lines has none."""
     lines = [line for line in _COURTESY.sub("", text[-_REACH:]).splitlines() if re.search(r"[^\W_]", line)]
-    while len(lines) > 1 and lines[-1].lower().startswith("because"):
-        lines.pop()
     is_letter = lines and _ITEM.fullmatch(lines[-1]) and not any(map(_ITEM.fullmatch, lines[:-1]))  # behind a list
     is_listed = len({*map(strip_article, lines[-2:])} & {*map(strip_article, choices)}) > 1
     if not lines or is_listed or (not is_letter and _is_list(lines if len(text) < _REACH else lines[-2:])):
@@ -292,7 +287,7 @@ def _name_options(text: str, rule: str, choices: Sequence[str]) -> set[int] | No
     known = LETTERS[: len(choices) or len(LETTERS)]
     label = None if rule == "sentence" else _HEAD.match(text)
     if label and (label[1] not in "AI" or label.end(1) == len(text) or re.match(_NO_WORD, text[label.end(1) :])):
-        named = _read_label(text[label.end() :], known.find(label[1].upper()), rule, choices)
+        named = _read_label(text[label.end() :], known.find(label[1].upper()), choices)
         if rule != "line" or len(named) > 1 or _STOP_BEHIND.match(text, label.end()) or text[label.end() - 1] in ")].:":
             return named
     polarities = [POLARITY.get(normalise(choice)) for choice in choices]
@@ -324,7 +319,7 @@ def _name_options(text: str, rule: str, choices: Sequence[str]) -> set[int] | No
     return {index for *_, index in stated} | listed | ({-1} if is_joined else set())
 
 
-def _read_label(body: str, index: int, rule: str, choices: Sequence[str]) -> set[int]:
+def _read_label(body: str, index: int, choices: Sequence[str]) -> set[int]:
     """Return the options of a clause that begins with a letter; none if it takes the letter back."""
     if index < 0:
         return set()
@@ -336,15 +331,13 @@ def _read_label(body: str, index: int, rule: str, choices: Sequence[str]) -> set
         same = _find_same(segment, choices) or _find_same(rest[:_REACH], choices)
         if same - {index} or (not same and is_value(segment) and is_value(choices[index])):
             return {index, -1}
-    end = _SENTENCE_END.search(body)
-    first, further = (body[: end.start()], body[end.end() :]) if end else (body, "")
-    first = cut_reason(f"x {first}")[2:]
-    if _is_denied(first, 0, 0) or has("bounds", first[:9]) or first[:1] == "+" or further.lstrip()[:3] == "No,":
+    first = cut_reason(f"x {_first_sentence(body)}")[2:]
+    if _is_denied(first, 0, 0) or has("bounds", first[:9]) or first[:1] == "+" or ". No," in body:
         return set()
-    also = _ALSO.match(further) or (_ITEM.match(further) if rule in ("tag", "box") else None)
-    letters = [*_OTHER.findall(first), *(also.groups() if also else ())]
     is_joined = has("joins", first[:40]) or _JOINS.match(first)
-    return {index, *(LETTERS.index(letter.upper()) for letter in letters)} | ({-1} if is_joined else set())
+    return {index, *(LETTERS.index(letter.upper()) for letter in _OTHER.findall(first))} | (
+        {-1} if is_joined else set()
+    )
 
 
 def _is_denied(text: str, start: int, end: int) -> bool:
