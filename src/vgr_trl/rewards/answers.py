@@ -19,7 +19,6 @@ from vgr_trl.rewards.equality import is_same_open_answer, is_value
 from vgr_trl.rewards.phrases import (
     MARKS,
     POLARITY,
-    STOPS,
     behind_verb,
     bracket_depths,
     cut_fillers,
@@ -297,15 +296,10 @@ def _name_options(text: str, rule: str, choices: Sequence[str]) -> set[int] | No
         return None
     head = cut_reason(_first_sentence(text) if rule == "statement" else text)
     verb = len(head) - len(behind_verb(head))
-    ends = re.compile("") if rule != "sentence" else _TEXT_END if verb or not head.isascii() else _STOP_BEHIND
     texts = _find_texts(head, choices)
-    places = [place for place in texts if ends.match(head, place[1])]
+    places = [place for place in texts if rule != "sentence" or _TEXT_END.match(head, place[1])]
     places = texts if places and not verb else places  # red blue
-    letters = [(letter.start(1), letter.end(1), letter[1]) for letter in _NAMED.finditer(head)]
-    last = _HEAD.fullmatch(cut_fillers(head[verb:]).rstrip(STOPS + " "))
-    if last and not letters and (rule != "sentence" or verb or "选" in head):
-        letters = [(head.rfind(last[1]), len(head), last[1])]
-    places += [(start, end, known.index(name.upper())) for start, end, name in letters if name.upper() in known]
+    places += [(*name.span(1), known.find(name[1].upper())) for name in _NAMED.finditer(head)]
     if not places:
         return None if why_no_value(text) else _find_same(text, choices) or None
     places = [place for place in places if place[0] >= verb] or places
@@ -515,10 +509,9 @@ def _parse_choices(choices: Any) -> tuple[str, ...]:
 @lru_cache(4096)
 def _find_choice(solution: str, options: tuple[str, ...]) -> int:
     """Return the option that a solution names, by letter, text or a statement; -1 if it names none."""
-    readings = (_read_option(to_half_width(solution), "tag", options), stated_answer(solution, options))
-    read = next((read.value for read in readings if read and isinstance(read.value, int)), None)
-    exact = [i for i, option in enumerate(options) if to_half_width(option).strip() == to_half_width(solution).strip()]
-    meant = sorted({*exact, *(() if read is None else (read,))})
+    read = _read_option(to_half_width(solution), "tag", options) or stated_answer(solution, options)
+    exact = {i for i, option in enumerate(options) if to_half_width(option).strip() == to_half_width(solution).strip()}
+    meant = sorted(exact | ({read.value} if read and isinstance(read.value, int) else set()))
     if len(meant) > 1:
         names = " or ".join(f"{LETTERS[index]} ({excerpt(options[index])})" for index in meant)
         raise RewardError(f"solution is {excerpt(solution)}, which could mean {names}: give the index of the option")

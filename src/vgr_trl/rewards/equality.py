@@ -25,8 +25,7 @@ from vgr_trl.rewards.phrases import (
 
 _LATEX_SIGNS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "≤": r"\leq ", "≥": r"\geq ",
-    "≠": r"\neq ", "±": r"\pm ", "∞": r"\infty ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "°": r"^\circ ",
-    "!=": r"\neq ", ">=": r"\geq ", "<=": r"\leq ", "²": "^{2}", "³": "^{3}",
+    "≠": r"\neq ", "±": r"\pm ", "∞": r"\infty ", "θ": r"\theta ", "°": r"^\circ ", "²": "^{2}", "³": "^{3}",
     "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\displaystyle": "",
 }  # fmt: skip
 _ROOT = re.compile(r"√\s?(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|\w))")

@@ -129,10 +129,10 @@ g, gram, 克; mm, millimetre, millimeter, 毫米; kg, kilogram, 千克, 公斤; 
 mL, ml, milliliter, 毫升; s, sec, second, 秒; min, minute, 分钟; h, hr, hour, 小时; day, 天; week, 周; month, 个月;
 year, yr, years old, 年, 岁; in, inch, inches, 英寸; ft, foot, feet, 英尺; yd, yard; mi, mile, 英里; 海里;
 lb, pound, 磅; oz, ounce; t, ton, 吨; °, deg, degree, 度; °C, degrees Celsius, Celsius, 摄氏度;
-°F, degrees Fahrenheit, Fahrenheit, 华氏度; mph; 月; 日; 分; $, US$, USD, dollar, 美元; cent; €, EUR, euro, 欧元;
+°F, degrees Fahrenheit, Fahrenheit, 华氏度; mph; 月; 日; 分; $, \\$, US$, USD, dollar, 美元; cent; €, EUR, euro, 欧元;
 £, GBP; ¥, ￥; yen, JPY, 日元; 元, 块, CNY, RMB, yuan; ₹, INR, rupee; N, newton, 牛; J, joule, 焦; kJ; W, watt, 瓦;
 kW; mW; MW; V, volt, 伏; mV; A, amp, ampere, 安; mA; Ω, ohm, 欧; kΩ; Hz, hertz; MHz; Pa, pascal, 帕; kPa;
-rad, radian; mol, mole; dB; rpm; ppm; px, pixel"""
+rad, radian; mol, mole; dB; rpm; ppm; px, pixel; %, \\%, percent, per cent"""
 _UNITS = {word: entry.split(", ")[0] for entry in re.split(r";\s", _UNIT_NAMES) for word in entry.split(", ")}
 _UNIT = re.compile(r"(square |sq\.? |平方)?(cubic |立方)?(.+?)(?:\s?\^\s?\{?([23])\}?|(?<=m)([23]))?", re.IGNORECASE)
 _SIMPLER = [
@@ -144,7 +144,7 @@ _SIMPLER = [
 _ENGLISH = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen twenty""".split()
 _NUMBER_WORDS = {word: number for words in (_ENGLISH, "零一二三四五六七八九十") for number, word in enumerate(words)}
-_NUMBER_WORDS |= {"两": 2, "十二": 12, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "hundred": 100}
+_NUMBER_WORDS["两"] = 2
 _WORD_PATTERN = "|".join(sorted(_NUMBER_WORDS, key=len, reverse=True))
 _NUMBER_WORD = re.compile(rf"(?:{_WORD_PATTERN})(?![A-Za-z0-9一二三四五六七八九十百千万亿点分-])", re.IGNORECASE)
 _FRACTION = re.compile(r"([+-]?)(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{?(\d+)\}?\s?\{?(\d+)\}?)")
@@ -236,14 +236,10 @@ def read_quantity(text: str) -> Quantity | None:
         return None
     before, currency, sign, number, power, exponent, gap, unit = (group or "" for group in match.groups())
     value = Fraction(f"{before or sign}{number.replace(',', '')}e{(power or exponent or '0').strip('{} ')}")
-    if unit.casefold() in ("%", r"\%", "percent", "per cent") and not currency:
-        return Quantity(value, "%")
-    names = {read_unit(unit, attached=not gap)} if unit else set()
-    if names == {None} and (gap or not unit.isascii()) and (things := _THINGS.fullmatch(unit)):  # 3 dogs
-        names = {things["noun"] if things["noun"] is not None else unit.casefold().removesuffix("s")}
-    if currency:
-        names.add(read_unit(currency.replace("\\", "")))
-    return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)))
+    name = read_unit(unit or currency, attached=not gap) if unit or currency else ""
+    if name is None and (gap or not unit.isascii()) and (things := _THINGS.fullmatch(unit)):  # 3 dogs
+        name = unit.casefold().removesuffix("s") if things["noun"] is None else things["noun"]
+    return None if name is None or (unit and currency) else Quantity(value, name)
 
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
