@@ -137,7 +137,7 @@ _LETTER = (
     r"(?<![A-Za-z0-9_'’^\\=])(?:[A-J](?![A-Za-z0-9_'’^+]|\s?=)"
     r"(?![\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選项項是为正因和或对不错也で입]))|(?<=[(\[])[a-j](?=\s?[)\]]))"
 )
-_HEAD = re.compile(rf"[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:[).:]|\Z)))[\s*_`\"'”)\]}}$]*")
+_HEAD = re.compile(rf"[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:[).:。]|\Z)))[\s*_`\"'”)\]}}$]*")
 _NAMED = re.compile(rf"(?:(?<![A-Za-z0-9])[(\[]\s?|\b(?:[Oo]ption|[Cc]hoice|[Ll]etter)\s[(\"'*]*|选项\s?)({_LETTER})")
 _NO_WORD = r"(?!\s+(?!(?:or|and|nor|is|are|was|because|since|as|which|with|but|then|here)\b)[A-Za-z]{2}|\s+[a-z]\b)"
 _OTHER = re.compile(rf"{_LETTER}(?:(?<![AI])|{_NO_WORD})")
@@ -297,7 +297,8 @@ def _name_options(text: str, rule: str, choices: Sequence[str]) -> set[int] | No
     head = cut_reason(_first_sentence(text) if rule == "statement" else text)
     verb = len(head) - len(behind_verb(head))
     texts = _find_texts(head, choices)
-    places = [place for place in texts if rule != "sentence" or _TEXT_END.match(head, place[1])]
+    ends = _TEXT_END if verb or not head.isascii() else _STOP_BEHIND
+    places = [place for place in texts if rule != "sentence" or ends.match(head, place[1])]
     places = texts if places and not verb else places  # red blue
     places += [(*name.span(1), known.find(name[1].upper())) for name in _NAMED.finditer(head)]
     if not places:
@@ -381,7 +382,8 @@ def _first_sentence(text: str) -> str:
     """Return the first sentence of `text`, with those behind it that join another answer."""
     for end in _SENTENCE_END.finditer(text):
         behind = text[end.end() :].lstrip(MARKS)
-        if not (_MORE.match(behind) or read_quantity(strip_wrapping(_SENTENCE_END.split(behind)[0]))):
+        is_item = end[0] == "\n" and _ITEM.match(behind)
+        if not (is_item or _MORE.match(behind) or read_quantity(strip_wrapping(_SENTENCE_END.split(behind)[0]))):
             return text[: end.end()]
     return text
 

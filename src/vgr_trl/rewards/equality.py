@@ -28,7 +28,7 @@ _LATEX_SIGNS = {
     "≠": r"\neq ", "±": r"\pm ", "∞": r"\infty ", "θ": r"\theta ", "°": r"^\circ ", "²": "^{2}", "³": "^{3}",
     "**": "^", r"\left": "", r"\right": "", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\displaystyle": "",
 }  # fmt: skip
-_ROOT = re.compile(r"√\s?(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|\w))")
+_ROOT = re.compile(r"(?:√|(?<![A-Za-z\\])sqrt)\s?(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|\w))")
 _FORMULA = re.compile(
     r"(?:\\(?:frac|sqrt|pi|cdot|times|div|pm|theta|alpha|beta|gamma|delta|lambda|mu|phi|omega|sin|cos|tan|cot|log|ln"
     r"|exp|circ|leq|geq|neq|le|ge|ne|lt|gt|cup|cap)(?![A-Za-z])|\\[{}]|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])"
@@ -108,7 +108,7 @@ def is_same_value(gold: str, answer: str) -> bool:
 
 def _is_same_expression(gold: str, answer: str) -> bool:
     answer = re.sub(r"≈|\\approx(?![a-z])", "=", answer)
-    if has("joins", answer):  # x = 3 or x = 5
+    if has("joins", f"{gold} {answer}"):  # x = 3 or x = 5
         return False
     if ("=" in gold) != ("=" in answer) and not re.search(r"[<>!]", gold + answer):  # 24*24 = 576
         return is_same_value(_last_side(gold), _last_side(answer))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _HALF_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u3000": " ", "\xa0": " ", "İ": "I"}
 _HALF_WIDTH |= dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")  # invisible spaces and joiners
@@ -135,11 +135,12 @@ kW; mW; MW; V, volt, 伏; mV; A, amp, ampere, 安; mA; Ω, ohm, 欧; kΩ; Hz, he
 rad, radian; mol, mole; dB; rpm; ppm; px, pixel; %, \\%, percent, per cent"""
 _UNITS = {word: entry.split(", ")[0] for entry in re.split(r";\s", _UNIT_NAMES) for word in entry.split(", ")}
 _UNIT = re.compile(r"(square |sq\.? |平方)?(cubic |立方)?(.+?)(?:\s?\^\s?\{?([23])\}?|(?<=m)([23]))?", re.IGNORECASE)
-_SIMPLER = [
+_SIMPLER: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"(?<=\d)(?:[\u202f\u2009]|\\,|\{,\})(?=\d{3}(?!\d))"), ""),  # thousands
     (re.compile(r"\*?\^?\s?\{?\s?\\(?:circ|degree)(?![A-Za-z])\s?\}?|[º˚]"), "°"),
     (re.compile(r"\\[,;:! ]|\\q?quad(?![A-Za-z])|(?<=\S)~|~(?=[A-Za-z])"), " "),
     (re.compile(r"\\(?:text|textrm|mathrm|mathbf|textbf|operatorname|rm)\s?\{([^{}]*)\}"), r"\1"),
+    (re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+"), lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}"),
 ]
 _ENGLISH = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen twenty""".split()
