@@ -105,11 +105,9 @@ _STATEMENT = re.compile(
     r"|(?P<statement>(?<![a-z])(?:answer|option|choice)s?(?: letter| number)?(?: (?:to|for|of|in|among|here|that)\b"
     rf"[^.\n:;?!]{{0,80}}?)?{_MARKS},? (?:is|are|was|should be|must be|will be|becomes)\b(?!n['’]t)"
     rf"|(?:answer|(?<=correct )option|choice|box(?:_2d)?|point_2d){_MARKS} ?(?::|=>?|->|→|- )"
-    rf"|(?<![a-z,.] )answer[ \t*_]*$|(?<=\bto )option(?= {_A_TO_J})"
-    rf"|(?<![a-z])(?:choose|pick|select|go with)(?= (?:option |choice |answer )?{_A_TO_J})"
-    rf"|(?:答案|结果|结论)[】\]]?{_MARKS}(?:应该?|應|就|只能|最终){{0,2}}(?:选择?|選|是|为|為|: ?|】|\])"
-    r"|(?<![^\s。,;【\[])答[】\]]? ?[:是]|正[确確]的?(?:选项|選項|选择|描述|说法)(?:应该?|就)?[是为為:]"
-    rf"|(?:选项|選項)(?:应该?)?[是为為]? {{0,3}}(?={_A_TO_J}[)\"'*]{{0,4}} {{0,3}}(?:[。,.;]|$))"
+    rf"|(?:(?<=\bto )option|(?<![a-z])(?:choose|pick|select|go with))(?= (?:option |choice |answer )?{_A_TO_J})"
+    rf"|(?:答案|结果|结论|(?<![^\s。,;【\[])答|正[确確]的?(?:选项|選項|选择|描述|说法))[】\]]?{_MARKS}"
+    r"(?:应该?|應|就|只能|最终){0,2}(?:选择?|選|是|为|為|: ?|】|\])"
     rf"|[选選](?:择|擇|为|為|答案)? {{0,3}}:? {{0,3}}(?={_A_TO_J})"
     r"|(?:respuesta|opci[oó]n|antwort|r[ée]ponse|resposta|risposta|ответ|正解|回答|정답|답|الإجابة)"
     rf"(?: (?:corr\w+|finale?|الصحيحة))?{_MARKS} ?(?::|- |(?:es|lautet|ist|est|é|è)(?![a-z])(?: la?)?|は|은|هي))"
@@ -455,8 +453,7 @@ def usable_solution(row: Mapping[str, Any]) -> Solution | None:
 
 def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
     if isinstance(solution, bool):
-        word = "yes" if solution else "no"
-        solution = next((option for option in options if POLARITY.get(normalise(option)) == word), word)
+        solution = "yes" if solution else "no"
     if isinstance(solution, str):
         solution = re.sub(r"(?i)^.*<answer>|</answer>.*", "", solution, flags=re.DOTALL).strip()
     if solution == "" or not (isinstance(solution, str) or _is_number(solution)):
@@ -466,7 +463,7 @@ def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
     index = int(solution) if _is_index(solution) else _find_choice(_to_text(solution), options)
     if index not in range(len(options)):
         accepted = f"a letter A to {LETTERS[len(options) - 1]}, an index 0 to {len(options) - 1}, or the text of one"
-        raise RewardError(f"solution is {excerpt(solution)}, which is none of the choices: give {accepted}")
+        raise RewardError(f"solution is {excerpt(solution)}, which names none of the choices, or two: give {accepted}")
     return Solution(options[index], options, index)
 
 
@@ -510,14 +507,11 @@ def _parse_choices(choices: Any) -> tuple[str, ...]:
 
 @lru_cache(4096)
 def _find_choice(solution: str, options: tuple[str, ...]) -> int:
-    """Return the option that a solution names, by letter, text or a statement; -1 if it names none."""
+    """Return the option that a solution names, by letter, text or a statement; -1 if it names none or two."""
     read = _read_option(to_half_width(solution), "tag", options) or stated_answer(solution, options)
     exact = {i for i, option in enumerate(options) if to_half_width(option).strip() == to_half_width(solution).strip()}
-    meant = sorted(exact | ({read.value} if read and isinstance(read.value, int) else set()))
-    if len(meant) > 1:
-        names = " or ".join(f"{LETTERS[index]} ({excerpt(options[index])})" for index in meant)
-        raise RewardError(f"solution is {excerpt(solution)}, which could mean {names}: give the index of the option")
-    return meant[0] if meant else -1
+    meant = exact | ({read.value} if read and isinstance(read.value, int) else set())
+    return meant.pop() if len(meant) == 1 else -1
 
 
 def states_answer(text: str, solution: Solution) -> bool:

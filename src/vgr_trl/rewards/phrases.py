@@ -28,18 +28,15 @@ _KINDS = {  # English words, and parts of Chinese and other words
     "denies": """not no nobody nothing cannot never neither nor none without except anything unlikely wrong incorrect
 false eliminate eliminates excluded ruled nicht kein n't n’t ❌ ✗ 不 除了 非 排除 错 没 别 勿 未 ません 아니""",
     "supposes": "if unless whether suppose assume assuming doubt wonder case 如果 假如 假设 若 是否 怀疑",
-    "others": """another other previous initially earlier common says claims thinks thought believes user users people
-often 可能 其他 另一 还是 干扰""",
-    "refuses": """else deny refuse unknown sorry unclear unable impossible mistake sure certain please used user
-depends insufficient too moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多有 最少有 超过""",
-    "bounds": """than least most up over under above below between more less fewer nearly almost before after until
-twice half third quarter double triple times minus plus sum difference product square root similar same negative
-opposite close closer as different maximum minimum unlike behind many much next < > 大于 小于 多于 少于 不足 高于 低于
-介于 不到 比 一半 倍 之间 负 以上 以下 以内""",
+    "others": "another other previous initially earlier common says claims thinks thought people often 可能 其他 干扰",
+    "refuses": """else deny refuse unknown sorry unclear unable impossible mistake certain please used user depends
+insufficient mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多有 最少有 超过""",
+    "bounds": """than least most up over under above below between fewer nearly almost before after until twice half
+third quarter double times minus plus sum difference product square similar same negative opposite close closer as
+different minimum maximum unlike behind next < > 大于 小于 多于 少于 不足 不到 比 一半 倍 之间 负 以上 以下""",
     "joins": "or vs either alternatively alias 或 还是 要么",
-    "verbs": """is are was were be count see find show shows says reads equals totals costs weighs has have had contains
-displays features includes becomes gives means lasts departs states confirms holds holding suggest suggests reaches
-是 为 有 等于 共 占 了 着 位于 显示 需要""",
+    "verbs": """is are was were be see find show shows says reads equals totals costs weighs has have had contains displays
+includes becomes gives means lasts departs confirms suggest 是 为 有 等于 共 占 了 着 位于 需要""",
 }
 
 
@@ -319,8 +316,6 @@ def _shorten(clause: str) -> Iterator[str]:
     phrase = re.split(r"(?<![\d\s]): ", phrase)[-1]
     if has("joins", phrase) or "\n" in phrase:
         return
-    pieces = split_list(phrase.rstrip(MARKS + STOPS))
-    phrase = phrase if all(len(piece.split()) <= 4 for piece in pieces) else pieces[0]
     marked = {next(filter(None, match.groups())) for match in _BOLD.finditer(clause)}
     if len(marked) == 1 and "=" not in clause[clause.rfind(min(marked)) + len(min(marked)) :]:
         yield from ([phrase] if min(marked) in phrase else []) + [*marked]
