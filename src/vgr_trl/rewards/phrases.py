@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 _HALF_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u3000": " ", "\xa0": " ", "İ": "I"}
@@ -30,13 +30,13 @@ false eliminate eliminates excluded ruled nicht kein n't n’t ❌ ✗ 不 除�
     "supposes": "if unless whether suppose assume assuming doubt wonder case 如果 假如 假设 若 是否 怀疑",
     "others": "another other previous initially earlier common says claims thinks thought people often 可能 其他 干扰",
     "refuses": """else deny refuse unknown sorry unclear unable impossible mistake certain please used user depends
-insufficient mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多有 最少有 超过""",
+insufficient moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多有 最少有 超过""",
     "bounds": """than least most up over under above below between fewer nearly almost before after until twice half
 third quarter double times minus plus sum difference product square similar same negative opposite close closer as
 different minimum maximum unlike behind next < > 大于 小于 多于 少于 不足 不到 比 一半 倍 之间 负 以上 以下""",
     "joins": "or vs either alternatively alias 或 还是 要么",
-    "verbs": """is are was were be see find show shows says reads equals totals costs weighs has have had contains displays
-includes becomes gives means lasts departs confirms suggest 是 为 有 等于 共 占 了 着 位于 需要""",
+    "verbs": """is are was were be see find show shows says reads equals totals costs weighs has have had contains
+displays includes becomes gives means lasts departs confirms suggest 是 为 有 等于 共 占 了 着 位于 需要""",
 }
 
 
@@ -339,11 +339,7 @@ def _shorten(clause: str) -> Iterator[str]:
 
 def split_list(text: str) -> list[str]:
     """Split at the commas outside brackets; a list is compared in its order."""
-    if "," not in text and "、" not in text:
-        return [text]
-    depths = enumerate(zip(text, bracket_depths(text), strict=True))
-    commas = [place for place, (character, depth) in depths if character in ",、" and depth == 0]
-    return [text[start + 1 : end] for start, end in pairwise([-1, *commas, len(text)])]
+    return re.split(r"[,、](?![^(\[{]*[)\]}])", text)
 
 
 def bracket_depths(text: str) -> Iterator[int]:
