@@ -91,8 +91,9 @@ _MAX_LINE, _MAX_WORDS = 80, 8  # characters and words of a line that is an open 
 _THINK = r"[<◁\[](?:{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|\|{1}_of_thought\|>)"
 _THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE)
 _THOUGHT = re.compile(rf"{_THINK.format('', 'begin')}.*?(?:{_THOUGHT_END.pattern}|\Z)", re.IGNORECASE | re.DOTALL)
-_TOKEN = re.compile(  # a special token, not of a box
-    r"[<\[](?:\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|(?:/?s|eos|pad|unk|end_of_\w{4,9})>|EOS\])"
+# A special token, not of a box
+_TOKEN = re.compile(
+    r"<(?:\|(?!(?:begin|end)_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|(?:/?s|eos|pad|unk|end_of_\w{4,9})>)"
 )
 _EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u2714\ufe0f]")
 
@@ -430,15 +431,11 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
     if isinstance(solution, str) and solution.startswith('["'):  # a list, as tables of texts have it
         with suppress(ValueError):
             solution = json.loads(solution)
-    accepted = [solution]
-    if isinstance(solution, list | tuple) and solution:
-        if all(map(_is_number, solution)):  # a box, a point, a vector
-            numbers = ", ".join(map(_to_text, solution))
-            accepted = [f"[{numbers}]" if len(solution) > 1 else solution[0]]
-        elif all(isinstance(each, str) for each in solution):
-            accepted = list(solution)
-        else:
-            raise RewardError(f"solution is {excerpt(solution)}: give a list of texts, or one of numbers")
+    accepted = list(solution) if isinstance(solution, list | tuple) and solution else [solution]
+    if len(accepted) > 1 and all(map(_is_number, accepted)):  # a box, a point, a vector
+        accepted = [f"[{', '.join(map(_to_text, accepted))}]"]
+    elif len(accepted) > 1 and not all(isinstance(text, str) for text in accepted):
+        raise RewardError(f"solution is {excerpt(solution)}: give a list of texts, or one of numbers")
     first, *others = dict.fromkeys(_resolve_one(text, options or letters) for text in accepted)
     return replace(first, choices=options, others=tuple(others))
 

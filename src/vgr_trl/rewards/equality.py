@@ -62,14 +62,6 @@ def is_same_open_answer(gold: str, answer: str) -> bool:
     return any(is_same_value(_read_gold(gold), phrase) for phrase in find_phrases(to_half_width(answer)))
 
 
-def is_literal(gold: str) -> bool:
-    """Return whether only the same text equals an open reference: a formula that cannot be read, or a sentence."""
-    if POLARITY.get(_read_gold(gold)):
-        return False
-    is_read = all(map(is_value, split_list(_read_gold(gold))))
-    return not is_read and (len(gold.split()) > 8 or bool(re.search(r"\d|[\\√π^=]", gold)))
-
-
 def is_value(text: str) -> bool:
     """Return whether a text is a number or a formula."""
     text = strip_wrapping(to_half_width(text))

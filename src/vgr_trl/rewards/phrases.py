@@ -152,11 +152,11 @@ _QUANTITY = re.compile(
     r"(?:[eE]([+-]?\d{1,2})|\s?(?:×|\\times|\\cdot|[*·x])\s?10\s?\^\s?(-?\d{1,2}|\{\s?[+-]?\d{1,2}\s?\}))?(\s*)(\S.*)?",
     re.DOTALL,
 )
-_THINGS = re.compile(  # things that a number counts, no words that change it
-    rf"(?i)(?:(?!(?:{_WORD_PATTERN}|is|was|has|less|plus|minus|times|as|vs|its|us|[a-z]*(?:[dnhrf]ths?|illions?)|halves"
-    r"|quarters?|half|dozens?|hundreds?|thousands?|crores?|lakhs?|or|and|to|in|on|at|of|for|than|more|out|by|over|per|if"
-    r"|negative|the|an?|are|from|with|that|who|which|left|wrong|next|then|maybe|also)\b)(?=[a-z-]*[aeiouy])[a-z-]{3,}"
-    r"(?: |$)){1,2}|[个只条辆人名位张把件种次块棵头匹双本朵支根颗座层](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})"
+_THINGS = re.compile(  # one or two things that a number counts, no words that change it
+    rf"(?i)(?:(?!(?:{_WORD_PATTERN}|was|has|less|plus|minus|times|its|[a-z]*(?:[dnhrf]ths?|illions?)|halves|quarters?|half"
+    r"|dozens?|hundreds?|thousands?|crores?|lakhs?|and|for|than|more|out|over|per|negative|the|are|from|with|that|who"
+    r"|which|left|wrong|next|then|maybe|also)\b)(?=[a-z-]*[aeiouy])[a-z-]{3,}(?: |$)){1,2}"
+    r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗座层](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})"
 )
 
 
