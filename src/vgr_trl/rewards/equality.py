@@ -118,7 +118,7 @@ def _is_same_expression(gold: str, answer: str) -> bool:
 def _read_date(text: str) -> datetime | None:
     """Parse a date that names its month or begins with its year."""
     text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|[,.]|\bof\b", " ", text)
-    for form in _DATES:
+    for form in _DATES if re.search(r"\d{4}", text) else ():
         with suppress(ValueError):
             return datetime.strptime(text, form)
     return None

@@ -275,7 +275,7 @@ def cut_reason(text: str) -> str:
 
 def find_polarity(clause: str) -> set[str]:
     """Return `yes` and `no` if parts of a clause are nothing but that."""
-    pieces = [piece for piece in re.split(r"[,.;:。!]|\s[-–—]\s", clause) if len(piece) <= 40]
+    pieces = [piece for piece in re.split(r"[,.;:。!]|\s[-–—]\s", clause) if len(piece.encode()) <= 40]
     words = {strip_article(text) for piece in pieces for text in (piece, cut_fillers(piece))}
     return {POLARITY[word] for word in words if word in POLARITY}
 
@@ -314,7 +314,7 @@ def _shorten(clause: str) -> Iterator[str]:
     if said != opened and read_quantity(opened.split(" ")[0]) and not re.search(r"\d", said):  # 50% of them are red
         phrase = opened.removesuffix(said)
     phrase = re.split(r"(?<![\d\s]): ", phrase)[-1]
-    if has("joins", phrase) or "\n" in phrase:
+    if has("joins", phrase) or "\n" in phrase or re.search(r"\b(?:is|are) \S+,? and the\b", clause):  # two values
         return
     marked = {next(filter(None, match.groups())) for match in _BOLD.finditer(clause)}
     if len(marked) == 1 and "=" not in clause[clause.rfind(min(marked)) + len(min(marked)) :]:
