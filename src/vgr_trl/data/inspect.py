@@ -21,8 +21,8 @@ from vgr_trl.data.prompts import SIZES, PromptLengths, to_parts
 from vgr_trl.data.read_row import KEYS, Keys, known_names, reason_of, renamed_row, require_columns, undecoded
 from vgr_trl.errors import DataError, printable
 from vgr_trl.rewards.answers import LETTERS
-from vgr_trl.rewards.equality import is_value
-from vgr_trl.rewards.phrases import POLARITY, normalise, split_list
+from vgr_trl.rewards.equality import is_value, read_date, read_gold
+from vgr_trl.rewards.phrases import POLARITY, split_list, strip_article
 
 LIMITS = (1024, 2048, 4096)  # of `max_prompt_length`, where none is given
 STREAMED = 10_000  # rows of a stream that are summarised at a time
@@ -68,7 +68,8 @@ def report(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def is_literal(gold: str) -> bool:
     """Return whether only the same text equals an open reference: a formula that cannot be read, or a sentence."""
-    is_read = normalise(gold) in POLARITY or all(map(is_value, split_list(gold)))
+    said = read_gold(gold)
+    is_read = said in POLARITY or read_date(strip_article(said)) or all(map(is_value, split_list(said)))
     return not is_read and (len(gold.split()) > 8 or bool(re.search(r"\d|[\\√π^=]", gold)))
 
 

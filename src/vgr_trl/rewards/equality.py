@@ -51,7 +51,7 @@ _IGNORED = re.compile(r"(?<=[^\w\s])\s+|\s+(?=[^\w\s])|\b0(?=\d:\d\d)|(?<=\d [ap
 
 
 @lru_cache(4096)
-def _read_gold(text: str) -> str:
+def read_gold(text: str) -> str:
     """Return an open reference without the words before its answer; yes or no if it begins with that."""
     text = to_half_width(text)
     return POLARITY.get(normalise(re.split(r"[,.;]", text)[0])) or cut_fillers(text)
@@ -59,7 +59,7 @@ def _read_gold(text: str) -> str:
 
 def is_same_open_answer(gold: str, answer: str) -> bool:
     """Return whether `answer` states the open answer `gold`, as a whole or in one of its phrases."""
-    return any(is_same_value(_read_gold(gold), phrase) for phrase in find_phrases(to_half_width(answer)))
+    return any(is_same_value(read_gold(gold), phrase) for phrase in find_phrases(to_half_width(answer)))
 
 
 def is_value(text: str) -> bool:
@@ -87,7 +87,7 @@ def is_same_value(gold: str, answer: str) -> bool:
         return True
     if not (first or _MATH_SIGN.search(gold) or re.search("[,、]", gold) or "=" in answer):  # words
         return False
-    if (date := _read_date(words[0])) and date == _read_date(words[1]):
+    if (date := read_date(words[0])) and date == read_date(words[1]):
         return True
     if gold.count(",") > 1 and "=" not in answer:  # a list of several has any brackets or none
         gold, answer = (text.strip("[](){}\\ ") for text in (gold, answer))
@@ -115,7 +115,7 @@ def _is_same_expression(gold: str, answer: str) -> bool:
     )
 
 
-def _read_date(text: str) -> datetime | None:
+def read_date(text: str) -> datetime | None:
     """Parse a date that names its month or begins with its year."""
     text = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b|[,.]|\bof\b", " ", text)
     for form in _DATES if re.search(r"\d{4}", text) else ():
