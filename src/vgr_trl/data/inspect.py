@@ -21,7 +21,8 @@ from vgr_trl.data.prompts import SIZES, PromptLengths, to_parts
 from vgr_trl.data.read_row import KEYS, Keys, known_names, reason_of, renamed_row, require_columns, undecoded
 from vgr_trl.errors import DataError, printable
 from vgr_trl.rewards.answers import LETTERS
-from vgr_trl.rewards.equality import is_literal
+from vgr_trl.rewards.equality import is_value, read_date, read_gold
+from vgr_trl.rewards.phrases import POLARITY, split_list, strip_article
 
 LIMITS = (1024, 2048, 4096)  # values of `max_prompt_length` to report if none is given
 STREAMED = 10_000  # rows of a stream that are summarised at a time
@@ -63,6 +64,13 @@ def report(rows: Iterable[Mapping[str, Any]]) -> str:
             share = count / (total if table is left_out else table.total())
             text.append(f"  {count:>9,}  {share:>6.1%}  {'█' * round(20 * share):20}  {name}")
     return "\n".join(text)
+
+
+def is_literal(gold: str) -> bool:
+    """Return whether only the same text equals an open reference: a formula that cannot be read, or a sentence."""
+    said = read_gold(gold)
+    is_read = said in POLARITY or read_date(strip_article(said)) or all(map(is_value, split_list(said)))
+    return not is_read and (len(gold.split()) > 8 or bool(re.search(r"\d|[\\√π^=]", gold)))
 
 
 def power_class(number: int) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import chain, pairwise
 from numbers import Real
 from typing import Any
 
@@ -19,8 +19,8 @@ from vgr_trl.rewards.equality import is_same_open_answer, is_value
 from vgr_trl.rewards.phrases import (
     MARKS,
     POLARITY,
-    STOPS,
     behind_verb,
+    bracket_depths,
     cut_fillers,
     cut_reason,
     find_polarity,
@@ -91,8 +91,9 @@ _MAX_LINE, _MAX_WORDS = 80, 8  # characters and words of a line that is an open 
 _THINK = r"[<◁\[](?:{0}(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)[>▷\]]|\|{1}_of_thought\|>)"
 _THOUGHT_END = re.compile(_THINK.format("/", "end"), re.IGNORECASE)
 _THOUGHT = re.compile(rf"{_THINK.format('', 'begin')}.*?(?:{_THOUGHT_END.pattern}|\Z)", re.IGNORECASE | re.DOTALL)
-_TOKEN = re.compile(  # a special token, not of a box
-    r"[<\[](?:\|(?!begin_of_box|end_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|(?:/?s|eos|pad|unk|end_of_\w{4,9})>|EOS\])"
+# A special token, not of a box
+_TOKEN = re.compile(
+    r"<(?:\|(?!(?:begin|end)_of_box)[^<>|\s]{1,30}\|>(?:assistant\b)?|(?:/?s|eos|pad|unk|end_of_\w{4,9})>)"
 )
 _EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u2714\ufe0f]")
 
@@ -105,11 +106,9 @@ _STATEMENT = re.compile(
     r"|(?P<statement>(?<![a-z])(?:answer|option|choice)s?(?: letter| number)?(?: (?:to|for|of|in|among|here|that)\b"
     rf"[^.\n:;?!]{{0,80}}?)?{_MARKS},? (?:is|are|was|should be|must be|will be|becomes)\b(?!n['’]t)"
     rf"|(?:answer|(?<=correct )option|choice|box(?:_2d)?|point_2d){_MARKS} ?(?::|=>?|->|→|- )"
-    rf"|(?<![a-z,.] )answer[ \t*_]*$|(?<=\bto )option(?= {_A_TO_J})"
-    rf"|(?<![a-z])(?:choose|pick|select|go with)(?= (?:option |choice |answer )?{_A_TO_J})"
-    rf"|(?:答案|结果|结论)[】\]]?{_MARKS}(?:应该?|應|就|只能|最终){{0,2}}(?:选择?|選|是|为|為|: ?|】|\])"
-    r"|(?<![^\s。,;【\[])答[】\]]? ?[:是]|正[确確]的?(?:选项|選項|选择|描述|说法)(?:应该?|就)?[是为為:]"
-    rf"|(?:选项|選項)(?:应该?)?[是为為]? {{0,3}}(?={_A_TO_J}[)\"'*]{{0,4}} {{0,3}}(?:[。,.;]|$))"
+    rf"|(?:(?<=\bto )option|(?<![a-z])(?:choose|pick|select|go with))(?= (?:option |choice |answer )?{_A_TO_J})"
+    rf"|(?:答案|结果|结论|(?<![^\s。,;【\[])答|正[确確]的?(?:选项|選項|选择|描述|说法))[】\]]?{_MARKS}"
+    r"(?:应该?|應|就|只能|最终){0,2}(?:选择?|選|是|为|為|: ?|】|\])"
     rf"|[选選](?:择|擇|为|為|答案)? {{0,3}}:? {{0,3}}(?={_A_TO_J})"
     r"|(?:respuesta|opci[oó]n|antwort|r[ée]ponse|resposta|risposta|ответ|正解|回答|정답|답|الإجابة)"
     rf"(?: (?:corr\w+|finale?|الصحيحة))?{_MARKS} ?(?::|- |(?:es|lautet|ist|est|é|è)(?![a-z])(?: la?)?|は|은|هي))"
@@ -123,7 +122,6 @@ _JOINED = re.compile(
     r"(?i)(?:[/&|;、]|\b(?:and|or|[a-j]\W? to)|或者?|和|到)(?: also)?(?: the)?[\s$(\\\[\]*]*\Z|\}[\s$.,()}\\\[\]]*\Z"
 )
 _JOINS = re.compile(r"(?i)[)*\s]*(?:[/&|;、]|or\b|and\b|to \W?[a-j]\b|或|和|到)\s*\S?")
-_MORE = re.compile(r"(?i)(?:or|alternatively)\b|或|也可能")
 _SENTENCE_END = re.compile(
     r"[.!?](?<!\b(?:vs|Mr|Ms|Dr|St).)(?<![ .][K-Z].)(?=[*\"')]{0,3}(?:\s|$))(?![*)]{0,2}[\"'][*)]{0,2} [a-z])|[。\n]"
 )
@@ -138,14 +136,15 @@ _LETTER = (
     r"(?<![A-Za-z0-9_'’^\\=])(?:[A-J](?![A-Za-z0-9_'’^+]|\s?=)"
     r"(?![\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選项項是为正因和或对不错也で입]))|(?<=[(\[])[a-j](?=\s?[)\]]))"
 )
-_HEAD = re.compile(rf"[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:[).:]|\Z)))[\s*_`\"'”)\]}}$]*")
+_HEAD = re.compile(rf"[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:[).:。]|\Z)))[\s*_`\"'”)\]}}$]*")
 _NAMED = re.compile(rf"(?:(?<![A-Za-z0-9])[(\[]\s?|\b(?:[Oo]ption|[Cc]hoice|[Ll]etter)\s[(\"'*]*|选项\s?)({_LETTER})")
 _NO_WORD = r"(?!\s+(?!(?:or|and|nor|is|are|was|because|since|as|which|with|but|then|here)\b)[A-Za-z]{2}|\s+[a-z]\b)"
 _OTHER = re.compile(rf"{_LETTER}(?:(?<![AI])|{_NO_WORD})")
 _LABEL_END = re.compile(r"(?:[)\]\s*_`.:;,。、]|[-–—]\s|\\[ ,;!]|~)+")
 _STOP_BEHIND = re.compile(r"\s*(?:[.:)、。,;(!-]|\Z|because\b|since\b|因为|选项|项)")
-_ALSO = re.compile(  # another option in the next sentence
-    rf"[\s.。!;,]*(?i:or|maybe|also|或者?|也)?[\s(*]*(?:[Oo]ption )?({_LETTER})[\s)*]*(?:[.!。,;]|\Z|也|is possible)"
+# A sentence that adds another answer to the one before
+_MORE = re.compile(
+    rf"(?i:or|alternatively|maybe|also)\b|[或也]|[(*]*(?:Option )?{_LETTER}[\s)*]*(?:[.!。,;]|\Z|也|is poss)"
 )
 _TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no spaces
     r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!/]|\s+[-–—]\s|\s*$|\s+(?:or|and|in|on|at|with|for|from|of|as|[a-z]+ing)\b)|[\u4e00-\u9fff]"
@@ -214,18 +213,18 @@ def _read_part(text: str, match: re.Match[str]) -> str:
     """Return the content of an explicit statement; empty if it is none."""
     start, rest = match.start(), text[match.end() : match.end() + 2000]
     if match["hashes"]:
-        line = rest.partition("\n")[0]
-        return "" if len(line.split()) > _MAX_WORDS or line.strip().endswith(":") else line
+        return rest.partition("\n")[0]
     if match["tag"] or "|>" in match[0]:
         part = _MARK_END.split(rest, maxsplit=1)[0]
         lines = part.strip().splitlines()
         return part if match["box"] or len(lines) < 2 or _is_list(lines) else lines[-1]
     if match["box"]:
-        closed = (number for number, depth in enumerate(accumulate(map(_BRACES.get, rest, repeat(0)))) if depth < 0)
-        part = rest[: next(closed, 0)]
+        depths = bracket_depths(re.sub("[^{}]", " ", rest))
+        part = rest[: next((end for end, depth in enumerate(depths) if depth < 0), 0)]
         return "" if re.match(r"\W{0,9}(?:is|was) (?:not|wrong)\b", rest[len(part) :]) else part
     clause = re.split(r"[.!?;](?=\s)|[。\n]", text[max(0, start - _REACH) : start])[-1]
-    if has("supposes", clause) or has("others", re.split("[,;:]", clause)[-1][-25:]):
+    before = re.split("[,;:]", clause)[-1][-25:]
+    if has("supposes", clause) or has("denies", before) or has("others", before):
         return ""
     if match["statement"]:
         part = _read_line(rest)
@@ -233,9 +232,6 @@ def _read_part(text: str, match: re.Match[str]) -> str:
         return "" if is_none or re.match(r"not\b(?!.*\bbut\b)", part) else part
     verb = _IS.search(clause.lower())
     return clause[: verb.start()] if verb else "" if match[0].isascii() else clause.rstrip("是为最")
-
-
-_BRACES = {"{": 1, "}": -1}
 
 
 def _read_line(rest: str) -> str:
@@ -255,8 +251,6 @@ def _is_list(lines: Sequence[str]) -> bool:
 def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the last line, the first if it begins with a letter, and the last sentence; a list of lines has none."""
     lines = [line for line in _COURTESY.sub("", text[-_REACH:]).splitlines() if re.search(r"[^\W_]", line)]
-    while len(lines) > 1 and lines[-1].lower().startswith("because"):
-        lines.pop()
     is_letter = lines and _ITEM.fullmatch(lines[-1]) and not any(map(_ITEM.fullmatch, lines[:-1]))  # behind a list
     is_listed = len({*map(strip_article, lines[-2:])} & {*map(strip_article, choices)}) > 1
     if not lines or is_listed or (not is_letter and _is_list(lines if len(text) < _REACH else lines[-2:])):
@@ -291,7 +285,7 @@ def _name_options(text: str, rule: str, choices: Sequence[str]) -> set[int] | No
     known = LETTERS[: len(choices) or len(LETTERS)]
     label = None if rule == "sentence" else _HEAD.match(text)
     if label and (label[1] not in "AI" or label.end(1) == len(text) or re.match(_NO_WORD, text[label.end(1) :])):
-        named = _read_label(text[label.end() :], known.find(label[1].upper()), rule, choices)
+        named = _read_label(text[label.end() :], known.find(label[1].upper()), choices)
         if rule != "line" or len(named) > 1 or _STOP_BEHIND.match(text, label.end()) or text[label.end() - 1] in ")].:":
             return named
     polarities = [POLARITY.get(normalise(choice)) for choice in choices]
@@ -301,15 +295,11 @@ def _name_options(text: str, rule: str, choices: Sequence[str]) -> set[int] | No
         return None
     head = cut_reason(_first_sentence(text) if rule == "statement" else text)
     verb = len(head) - len(behind_verb(head))
-    ends = re.compile("") if rule != "sentence" else _TEXT_END if verb or not head.isascii() else _STOP_BEHIND
     texts = _find_texts(head, choices)
-    places = [place for place in texts if ends.match(head, place[1])]
+    ends = _TEXT_END if verb or not head.isascii() else _STOP_BEHIND
+    places = [place for place in texts if rule != "sentence" or ends.match(head, place[1])]
     places = texts if places and not verb else places  # red blue
-    letters = [(letter.start(1), letter.end(1), letter[1]) for letter in _NAMED.finditer(head)]
-    last = _HEAD.fullmatch(cut_fillers(head[verb:]).rstrip(STOPS + " "))
-    if last and not letters and (rule != "sentence" or verb or "选" in head):
-        letters = [(head.rfind(last[1]), len(head), last[1])]
-    places += [(start, end, known.index(name.upper())) for start, end, name in letters if name.upper() in known]
+    places += [(*name.span(1), known.find(name[1].upper())) for name in _NAMED.finditer(head)]
     if not places:
         return None if why_no_value(text) else _find_same(text, choices) or None
     places = [place for place in places if place[0] >= verb] or places
@@ -323,7 +313,7 @@ def _name_options(text: str, rule: str, choices: Sequence[str]) -> set[int] | No
     return {index for *_, index in stated} | listed | ({-1} if is_joined else set())
 
 
-def _read_label(body: str, index: int, rule: str, choices: Sequence[str]) -> set[int]:
+def _read_label(body: str, index: int, choices: Sequence[str]) -> set[int]:
     """Return the options of a clause that begins with a letter; none if it takes the letter back."""
     if index < 0:
         return set()
@@ -335,15 +325,13 @@ def _read_label(body: str, index: int, rule: str, choices: Sequence[str]) -> set
         same = _find_same(segment, choices) or _find_same(rest[:_REACH], choices)
         if same - {index} or (not same and is_value(segment) and is_value(choices[index])):
             return {index, -1}
-    end = _SENTENCE_END.search(body)
-    first, further = (body[: end.start()], body[end.end() :]) if end else (body, "")
-    first = cut_reason(f"x {first}")[2:]
-    if _is_denied(first, 0, 0) or has("bounds", first[:9]) or first[:1] == "+" or further.lstrip()[:3] == "No,":
+    first = cut_reason(f"x {_first_sentence(body)}")[2:]
+    if _is_denied(first, 0, 0) or has("bounds", first[:9]) or first[:1] == "+" or ". No," in body:
         return set()
-    also = _ALSO.match(further) or (_ITEM.match(further) if rule in ("tag", "box") else None)
-    letters = [*_OTHER.findall(first), *(also.groups() if also else ())]
     is_joined = has("joins", first[:40]) or _JOINS.match(first)
-    return {index, *(LETTERS.index(letter.upper()) for letter in letters)} | ({-1} if is_joined else set())
+    return {index, *(LETTERS.index(letter.upper()) for letter in _OTHER.findall(first))} | (
+        {-1} if is_joined else set()
+    )
 
 
 def _is_denied(text: str, start: int, end: int) -> bool:
@@ -393,7 +381,8 @@ def _first_sentence(text: str) -> str:
     """Return the first sentence of `text`, with those behind it that join another answer."""
     for end in _SENTENCE_END.finditer(text):
         behind = text[end.end() :].lstrip(MARKS)
-        if not (_MORE.match(behind) or read_quantity(strip_wrapping(_SENTENCE_END.split(behind)[0]))):
+        is_item = end[0] == "\n" and _ITEM.match(behind)
+        if not (is_item or _MORE.match(behind) or read_quantity(strip_wrapping(_SENTENCE_END.split(behind)[0]))):
             return text[: end.end()]
     return text
 
@@ -442,15 +431,11 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
     if isinstance(solution, str) and solution.startswith('["'):  # a list, as tables of texts have it
         with suppress(ValueError):
             solution = json.loads(solution)
-    accepted = [solution]
-    if isinstance(solution, list | tuple) and solution:
-        if all(map(_is_number, solution)):  # a box, a point, a vector
-            numbers = ", ".join(map(_to_text, solution))
-            accepted = [f"[{numbers}]" if len(solution) > 1 else solution[0]]
-        elif all(isinstance(each, str) for each in solution):
-            accepted = list(solution)
-        else:
-            raise RewardError(f"solution is {excerpt(solution)}: give a list of texts, or one of numbers")
+    accepted = list(solution) if isinstance(solution, list | tuple) and solution else [solution]
+    if len(accepted) > 1 and all(map(_is_number, accepted)):  # a box, a point, a vector
+        accepted = [f"[{', '.join(map(_to_text, accepted))}]"]
+    elif len(accepted) > 1 and not all(isinstance(text, str) for text in accepted):
+        raise RewardError(f"solution is {excerpt(solution)}: give a list of texts, or one of numbers")
     first, *others = dict.fromkeys(_resolve_one(text, options or letters) for text in accepted)
     return replace(first, choices=options, others=tuple(others))
 
@@ -465,8 +450,7 @@ def usable_solution(row: Mapping[str, Any]) -> Solution | None:
 
 def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
     if isinstance(solution, bool):
-        word = "yes" if solution else "no"
-        solution = next((option for option in options if POLARITY.get(normalise(option)) == word), word)
+        solution = "yes" if solution else "no"
     if isinstance(solution, str):
         solution = re.sub(r"(?i)^.*<answer>|</answer>.*", "", solution, flags=re.DOTALL).strip()
     if solution == "" or not (isinstance(solution, str) or _is_number(solution)):
@@ -476,7 +460,7 @@ def _resolve_one(solution: Any, options: tuple[str, ...]) -> Solution:
     index = int(solution) if _is_index(solution) else _find_choice(_to_text(solution), options)
     if index not in range(len(options)):
         accepted = f"a letter A to {LETTERS[len(options) - 1]}, an index 0 to {len(options) - 1}, or the text of one"
-        raise RewardError(f"solution is {excerpt(solution)}, which is none of the choices: give {accepted}")
+        raise RewardError(f"solution is {excerpt(solution)}, which names none of the choices, or two: give {accepted}")
     return Solution(options[index], options, index)
 
 
@@ -520,15 +504,11 @@ def _parse_choices(choices: Any) -> tuple[str, ...]:
 
 @lru_cache(4096)
 def _find_choice(solution: str, options: tuple[str, ...]) -> int:
-    """Return the option that a solution names, by letter, text or a statement; -1 if it names none."""
-    readings = (_read_option(to_half_width(solution), "tag", options), stated_answer(solution, options))
-    read = next((read.value for read in readings if read and isinstance(read.value, int)), None)
-    exact = [i for i, option in enumerate(options) if to_half_width(option).strip() == to_half_width(solution).strip()]
-    meant = sorted({*exact, *(() if read is None else (read,))})
-    if len(meant) > 1:
-        names = " or ".join(f"{LETTERS[index]} ({excerpt(options[index])})" for index in meant)
-        raise RewardError(f"solution is {excerpt(solution)}, which could mean {names}: give the index of the option")
-    return meant[0] if meant else -1
+    """Return the option that a solution names, by letter, text or a statement; -1 if it names none or two."""
+    read = _read_option(to_half_width(solution), "tag", options) or stated_answer(solution, options)
+    exact = {i for i, option in enumerate(options) if to_half_width(option).strip() == to_half_width(solution).strip()}
+    meant = exact | ({read.value} if read and isinstance(read.value, int) else set())
+    return meant.pop() if len(meant) == 1 else -1
 
 
 def states_answer(text: str, solution: Solution) -> bool:

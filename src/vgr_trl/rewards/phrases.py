@@ -5,8 +5,7 @@ import unicodedata
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from pathlib import Path
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 _HALF_WIDTH = {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u3000": " ", "\xa0": " ", "İ": "I"}
@@ -20,31 +19,34 @@ _WRAPPED = re.compile(
 )
 _ARTICLE = re.compile(r"(?:an?|the)\b\s*(?=.)|一[个只条辆种张把位名](?=.)")
 
-# Words of a kind: English ones, and parts of Chinese words. `n't` is read as `not`.
-_KINDS = {
+_POLAR_WORDS = {
     "yes": "yes true yeah yep correct 是 是的 对 正确 有",
     "no": "no false nope incorrect 否 不是 不对 错 错误 不 没有 不正确",
-    "denies": """not no nobody nothing cannot never neither nor none without except anything unlikely wrong incorrect
-false eliminate eliminates excluded ruled nicht kein ❌ ✗ 不 除了 非 排除 错 没 别 勿 未 ません ではな 아니""",
-    "supposes": "if unless whether suppose assume assuming doubt wonder case 如果 假如 假设 若 是否 怀疑",
-    "others": """wrong incorrect false another other previous initially earlier common not never says claims thinks
-thought believes refuse user users people often 错误 可能 其他 另一 还是 干扰 不 别 没 未 非 排除""",
-    "refuses": """else deny refuse unknown sorry unclear unable impossible mistake sure certain please used user
-depends insufficient too moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多有 最少有 超过""",
-    "bounds": """than least most up over under above below between more less fewer nearly almost before after until
-twice half third quarter double triple times minus plus sum difference product square root similar same negative
-opposite close closer as different maximum minimum unlike behind many much next 大于 小于 多于 少于 不足 高于 低于
-介于 不到 比 一半 倍 之间 负 以上 以下 以内""",
-    "joins": "or vs either alternatively alias 或 还是 要么",
-    "verbs": """is are was were be count see find show shows says reads equals totals costs weighs has have had contains
-displays features includes becomes gives means lasts departs states confirms holds holding suggest suggests reaches
-是 为 有 等于 共 占 了 着 位于 显示 需要""",
-}  # fmt: skip
-WORDS = {
-    kind: ({*filter(str.isascii, words.split())}, [word for word in words.split() if not word.isascii()])
-    for kind, words in _KINDS.items()
 }
-POLARITY = {word: kind for kind in ("yes", "no") for word in _KINDS[kind].split()}
+POLARITY = {word: kind for kind, words in _POLAR_WORDS.items() for word in words.split()}
+_KINDS = {  # English words, and parts of Chinese and other words
+    "denies": """not no nobody nothing cannot never neither nor none without except anything unlikely wrong incorrect
+false eliminate eliminates excluded ruled nicht kein n't n’t ❌ ✗ 不 除了 非 排除 错 没 别 勿 未 ません 아니""",
+    "supposes": "if unless whether suppose assume assuming doubt wonder case 如果 假如 假设 若 是否 怀疑",
+    "others": "another other previous initially earlier common says claims thinks thought people often 可能 其他 干扰",
+    "refuses": """else deny refuse unknown sorry unclear unable impossible mistake certain please used user depends
+insufficient moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多有 最少有 超过""",
+    "bounds": """than least most up over under above below between fewer nearly almost before after until twice half
+third quarter double times minus plus sum difference product square similar same negative opposite close closer as
+different minimum maximum unlike behind next < > 大于 小于 多于 少于 不足 不到 比 一半 倍 之间 负 以上 以下""",
+    "joins": "or vs either alternatively alias 或 还是 要么",
+    "verbs": """is are was were be see find show shows says reads equals totals costs weighs has have had contains
+displays includes becomes gives means lasts departs confirms suggest 是 为 有 等于 共 占 了 着 位于 需要""",
+}
+
+
+def _compile_words(words: list[str]) -> re.Pattern[str]:
+    english = [word for word in words if word.encode().isalpha()]
+    parts = [word for word in words if not word.encode().isalpha()]
+    return re.compile(rf"(?<![a-z])(?:{'|'.join(english)})(?![a-z])|{'|'.join(parts)}")
+
+
+_PATTERNS = {kind: _compile_words(words.split()) for kind, words in _KINDS.items()}
 _SO = re.compile(  # before the conclusion of a clause
     r"(?i)(?:→|⇒|\\(?:rightarrow|implies))\s*(?=\S+ = )|[,;.]\s+(?:and |but )?(?:so|therefore|thus|hence|giving)\b,?"
     r"|[,;。]\s*(?:因此|所以|故|则|(?:一共|总共|共)(?=有?\d))|不是[^,。;]{1,12},?而是|\bnot [^,.;]{1,40},? but\b"
@@ -72,11 +74,7 @@ def to_half_width(text: str) -> str:
 
 def has(kind: str, text: str) -> bool:
     """Whether a text has words of a kind."""
-    english, others = WORDS[kind]
-    words = re.findall("[a-z]+", text.lower().replace("n't", " not").replace("n’t", " not"))
-    if kind == "bounds" and re.search("[<>]", text):
-        return True
-    return not english.isdisjoint(words) or (not text.isascii() and any(word in text for word in others))
+    return _PATTERNS[kind].search(text.lower()) is not None
 
 
 def refuses(text: str) -> bool:
@@ -86,11 +84,7 @@ def refuses(text: str) -> bool:
 
 def behind_verb(text: str) -> str:
     """Return the text behind the last verb, the whole text if it has none."""
-    english, others = WORDS["verbs"]
-    words = re.finditer(r"[a-z]+|['’]s (?=(?:an?|the|\d)\b)", text.lower())
-    ends = [word.end() for word in words if word[0] in english or word[0][0] in "'’"]
-    ends += [text.rfind(word) + len(word) for word in others if word in text]
-    return text[max(ends, default=0) :]
+    return text[max((verb.end() for verb in _PATTERNS["verbs"].finditer(text.lower())), default=0) :]
 
 
 def fold(text: str) -> str:
@@ -126,12 +120,17 @@ def strip_article(text: str) -> str:
     return text[article.end() :] if article else text
 
 
-_UNITS = {
-    word: entry.split(", ")[0]
-    for entry in "; ".join(Path(__file__).with_name("units.txt").read_text("utf-8").splitlines()[1:]).split("; ")
-    for name in entry.split(", ")
-    for word in ((name, f"{name}s") if name.isascii() and len(name) > 1 else (name,))
-}
+# Units behind a number: the name, then other spellings. A word that is not listed is a unit of its own.
+_UNIT_NAMES = """m, metre, meter, 米; km, kilometre, kilometer, 千米, 公里; cm, centimetre, centimeter, 厘米;
+g, gram, 克; mm, millimetre, millimeter, 毫米; kg, kilogram, 千克, 公斤; mg, 毫克; L, l, litre, liter, 升;
+mL, ml, milliliter, 毫升; s, sec, second, 秒; min, minute, 分钟; h, hr, hour, 小时; day, 天; week, 周; month, 个月;
+year, yr, years old, 年, 岁; in, inch, inches, 英寸; ft, foot, feet, 英尺; yd, yard; mi, mile, 英里; 海里;
+lb, pound, 磅; oz, ounce; t, ton, 吨; °, deg, degree, 度; °C, degrees Celsius, Celsius, 摄氏度;
+°F, degrees Fahrenheit, Fahrenheit, 华氏度; mph; 月; 日; 分; $, \\$, US$, USD, dollar, 美元; cent; €, EUR, euro, 欧元;
+£, GBP; ¥, ￥; yen, JPY, 日元; 元, 块, CNY, RMB, yuan; ₹, INR, rupee; N, newton, 牛; J, joule, 焦; kJ; W, watt, 瓦;
+kW; mW; MW; V, volt, 伏; mV; A, amp, ampere, 安; mA; Ω, ohm, 欧; kΩ; Hz, hertz; MHz; Pa, pascal, 帕; kPa;
+rad, radian; mol, mole; dB; rpm; ppm; px, pixel; %, \\%, percent, per cent"""
+_UNITS = {word: entry.split(", ")[0] for entry in re.split(r";\s", _UNIT_NAMES) for word in entry.split(", ")}
 _UNIT = re.compile(r"(square |sq\.? |平方)?(cubic |立方)?(.+?)(?:\s?\^\s?\{?([23])\}?|(?<=m)([23]))?", re.IGNORECASE)
 _SIMPLER: list[tuple[re.Pattern[str], Any]] = [
     (re.compile(r"(?<=\d)(?:[\u202f\u2009]|\\,|\{,\})(?=\d{3}(?!\d))"), ""),  # thousands
@@ -143,7 +142,7 @@ _SIMPLER: list[tuple[re.Pattern[str], Any]] = [
 _ENGLISH = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
 seventeen eighteen nineteen twenty""".split()
 _NUMBER_WORDS = {word: number for words in (_ENGLISH, "零一二三四五六七八九十") for number, word in enumerate(words)}
-_NUMBER_WORDS |= {"两": 2, "十二": 12, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "hundred": 100}
+_NUMBER_WORDS["两"] = 2
 _WORD_PATTERN = "|".join(sorted(_NUMBER_WORDS, key=len, reverse=True))
 _NUMBER_WORD = re.compile(rf"(?:{_WORD_PATTERN})(?![A-Za-z0-9一二三四五六七八九十百千万亿点分-])", re.IGNORECASE)
 _FRACTION = re.compile(r"([+-]?)(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{?(\d+)\}?\s?\{?(\d+)\}?)")
@@ -153,11 +152,11 @@ _QUANTITY = re.compile(
     r"(?:[eE]([+-]?\d{1,2})|\s?(?:×|\\times|\\cdot|[*·x])\s?10\s?\^\s?(-?\d{1,2}|\{\s?[+-]?\d{1,2}\s?\}))?(\s*)(\S.*)?",
     re.DOTALL,
 )
-_THINGS = re.compile(  # things that a number counts, no words that change it
-    rf"(?i)(?:(?!(?:{_WORD_PATTERN}|is|was|has|less|plus|minus|times|as|vs|its|us|[a-z]*(?:[dnhrf]ths?|illions?)|halves"
-    r"|quarters?|half|dozens?|hundreds?|thousands?|crores?|lakhs?|or|and|to|in|on|at|of|for|than|more|out|by|over|per|if"
-    r"|negative|the|an?|are|from|with|that|who|which|left|wrong|next|then|maybe|also)\b)(?=[a-z-]*[aeiouy])[a-z-]{3,}"
-    r"(?: |$)){1,2}|[个只条辆人名位张把件种次块棵头匹双本朵支根颗座层](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})"
+_THINGS = re.compile(  # one or two things that a number counts, no words that change it
+    rf"(?i)(?:(?!(?:{_WORD_PATTERN}|was|has|less|plus|minus|times|its|[a-z]*(?:[dnhrf]ths?|illions?)|halves|quarters?|half"
+    r"|dozens?|hundreds?|thousands?|crores?|lakhs?|and|for|than|more|out|over|per|negative|the|are|from|with|that|who"
+    r"|which|left|wrong|next|then|maybe|also)\b)(?=[a-z-]*[aeiouy])[a-z-]{3,}(?: |$)){1,2}"
+    r"|[个只条辆人名位张把件种次块棵头匹双本朵支根颗座层](?P<noun>(?!以)[\u4e00-\u9fff]{0,6})"
 )
 
 
@@ -180,7 +179,7 @@ def read_unit(text: str, *, attached: bool = False) -> str | None:
         return None
     for part in re.split(r"\s?/\s?|\s+per\s+", text, maxsplit=1):
         square, cube, word, *powers = unit.groups() if (unit := _UNIT.fullmatch(part)) else ("",) * 5
-        if not (name := _UNITS.get(word) or _UNITS.get(word.casefold() if len(word) > 3 else "")):
+        if not (name := _UNITS.get(word) or _UNITS.get(word.casefold().removesuffix("s") if len(word) > 2 else "")):
             return None
         power = "2" if square else "3" if cube else powers[0] or powers[1]
         names.append(f"{name}^{power}" if power else name)
@@ -213,7 +212,7 @@ def read_quantity(text: str) -> Quantity | None:
 
     Args:
         text: decimal, number with thousands commas, scientific notation, fraction or percentage, number
-            word to twenty, with a currency sign, a unit of `units.txt` or counted things.
+            word to twenty, with a currency sign, a listed unit or counted things.
     """
     if len(text) > 100 or not text.isprintable():
         return None
@@ -234,23 +233,16 @@ def read_quantity(text: str) -> Quantity | None:
     if match is None or (match[1] and match[3]):
         return None
     before, currency, sign, number, power, exponent, gap, unit = (group or "" for group in match.groups())
-    number = number.replace(",", "")
-    if len(number.partition(".")[2]) >= 15:  # 1.2000000000000002, computed in floats
-        number = str(round(float(number), 12))
-    value = Fraction(f"{'-' if '-' in (before, sign) else ''}{number}e{(power or exponent or '0').strip('{} ')}")
-    if unit.casefold() in ("%", r"\%", "percent", "per cent") and not currency:
-        return Quantity(value, "%")
-    names = {read_unit(unit, attached=not gap)} if unit else set()
-    if names == {None} and (gap or not unit.isascii()) and (things := _THINGS.fullmatch(unit)):  # 3 dogs
-        names = {things["noun"] if things["noun"] is not None else unit.casefold().removesuffix("s")}
-    if currency:
-        names.add(read_unit(currency.replace("\\", "")))
-    return None if None in names or len(names) > 1 else Quantity(value, "".join(map(str, names)))
+    value = Fraction(f"{before or sign}{number.replace(',', '')}e{(power or exponent or '0').strip('{} ')}")
+    name = read_unit(unit or currency, attached=not gap) if unit or currency else ""
+    if name is None and (gap or not unit.isascii()) and (things := _THINGS.fullmatch(unit)):  # 3 dogs
+        name = unit.casefold().removesuffix("s") if things["noun"] is None else things["noun"]
+    return None if name is None or (unit and currency) else Quantity(value, name)
 
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
 _NUMBER = re.compile(rf"(?i)[-+$€£¥]{{0,2}}(?<![\w.(\[])\d(?:[\d.,:/]*\d)?|(?<![a-z-])(?:{_WORD_PATTERN})(?![a-z-])")
-_NUMBER_END = re.compile(r"\((?!\d)|(?:in|on|at|for|from|with|by|who|that|when|according|left)\b")
+_NUMBER_END = re.compile(r"\((?!\d)|(?i:[ap]\.?m\b)|(?:in|on|at|for|from|with|by|who|that|when|according|left)\b")
 _REMARK = re.compile(  # behind an answer, in brackets
     r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)(?:[^()]*[a-z]{2}[^()]* [^()]*|[\d.,]+ ?[a-z%]+)\)[\s.*]*$"
 )
@@ -283,7 +275,7 @@ def cut_reason(text: str) -> str:
 
 def find_polarity(clause: str) -> set[str]:
     """Return `yes` and `no` if parts of a clause are nothing but that."""
-    pieces = [piece for piece in re.split(r"[,.;:。!]|\s[-–—]\s", clause) if len(piece) <= 40]
+    pieces = [piece for piece in re.split(r"[,.;:。!]|\s[-–—]\s", clause) if len(piece.encode()) <= 40]
     words = {strip_article(text) for piece in pieces for text in (piece, cut_fillers(piece))}
     return {POLARITY[word] for word in words if word in POLARITY}
 
@@ -322,10 +314,8 @@ def _shorten(clause: str) -> Iterator[str]:
     if said != opened and read_quantity(opened.split(" ")[0]) and not re.search(r"\d", said):  # 50% of them are red
         phrase = opened.removesuffix(said)
     phrase = re.split(r"(?<![\d\s]): ", phrase)[-1]
-    if has("joins", phrase) or "\n" in phrase:
+    if has("joins", phrase) or "\n" in phrase or re.search(r"\b(?:is|are) \S+,? and the\b", clause):  # two values
         return
-    pieces = split_list(phrase.rstrip(MARKS + STOPS))
-    phrase = phrase if all(len(piece.split()) <= 4 for piece in pieces) else pieces[0]
     marked = {next(filter(None, match.groups())) for match in _BOLD.finditer(clause)}
     if len(marked) == 1 and "=" not in clause[clause.rfind(min(marked)) + len(min(marked)) :]:
         yield from ([phrase] if min(marked) in phrase else []) + [*marked]
@@ -349,11 +339,7 @@ def _shorten(clause: str) -> Iterator[str]:
 
 def split_list(text: str) -> list[str]:
     """Split at the commas outside brackets; a list is compared in its order."""
-    if "," not in text and "、" not in text:
-        return [text]
-    depths = enumerate(zip(text, bracket_depths(text), strict=True))
-    commas = [place for place, (character, depth) in depths if character in ",、" and depth == 0]
-    return [text[start + 1 : end] for start, end in pairwise([-1, *commas, len(text)])]
+    return re.split(r"[,、](?![^(\[{]*[)\]}])", text)
 
 
 def bracket_depths(text: str) -> Iterator[int]:
