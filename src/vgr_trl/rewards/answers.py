@@ -191,8 +191,9 @@ def stated_answer(text: str, choices: Sequence[str] = (), *, is_open: bool = Fal
 def _find_explicit(text: str) -> Iterator[tuple[str, str]]:
     """Yield the rule and the content of explicit statements, the last one first; a joined pair is one content."""
     lowered = text.lower()
-    anchors = [re.escape(anchor) for anchor in _ANCHORS.split() if anchor in lowered]
-    places = {place.start() for anchor in anchors for place in re.finditer(anchor, lowered)}
+    latin = lowered.encode("ascii", "ignore").decode()  # of Chinese texts little is left to search
+    anchors = [anchor for anchor in _ANCHORS.split() if anchor in (latin if anchor.isascii() else lowered)]
+    places = {place.start() for anchor in anchors for place in re.finditer(re.escape(anchor), lowered)}
     later, rule, last = 0, "", ""  # the statement behind
     for start in sorted(places, reverse=True)[:_MAX_PLACES]:
         match = _STATEMENT.match(lowered, start)

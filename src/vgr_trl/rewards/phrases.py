@@ -24,6 +24,7 @@ _POLAR_WORDS = {
     "no": "no false nope incorrect 否 不是 不对 错 错误 不 没有 不正确",
 }
 POLARITY = {word: kind for kind, words in _POLAR_WORDS.items() for word in words.split()}
+_POLAR_ENDS = ("的", *{word[-1] for word in POLARITY})
 _KINDS = {  # English words, and parts of Chinese and other words
     "denies": """not no nobody nothing cannot never neither nor none without except anything unlikely wrong incorrect
 false eliminate eliminates excluded ruled nicht kein n't n’t ❌ ✗ 不 除了 非 排除 错 没 别 勿 未 ません 아니""",
@@ -275,7 +276,8 @@ def cut_reason(text: str) -> str:
 
 def find_polarity(clause: str) -> set[str]:
     """Return `yes` and `no` if parts of a clause are nothing but that."""
-    pieces = [piece for piece in re.split(r"[,.;:。!]|\s[-–—]\s", clause) if len(piece.encode()) <= 40]
+    pieces = [piece for piece in re.split(r"[,.;:。!]|\s[-–—]\s", clause.lower()) if len(piece) <= 40]
+    pieces = [piece for piece in pieces if piece.rstrip(MARKS + ")}]】$").endswith(_POLAR_ENDS)]
     words = {strip_article(text) for piece in pieces for text in (piece, cut_fillers(piece))}
     return {POLARITY[word] for word in words if word in POLARITY}
 
