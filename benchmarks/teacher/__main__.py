@@ -22,8 +22,8 @@ from typing import Any
 from machine import describe_machine
 from methods.seeds import interval
 
+from teacher.degraded import GROUND, LOOK_SWEEP, LOOKS, NEVER_TRAINED, SLOWER, TRAINED, DegradedStart, look_row
 from teacher.degraded import HEADS as LOOK_HEADS
-from teacher.degraded import LOOK_SWEEP, LOOKS, NEVER_TRAINED, TRAINED, DegradedStart, look_row
 from teacher.described import CHOSEN, DescribedStart
 from teacher.runs import LARGER, METHODS, NOISIER, SWEEP, TUNING, Method, Settings, Start
 from teacher.task import DIGIT, NOISE, SIDE
@@ -186,14 +186,15 @@ def degraded(lines: Sequence[Line]) -> list[str]:
         return []
     measured = [line for line in lines if line["seed"] < TUNING]
     tuned = [line for line in lines if line["seed"] >= TUNING]
-    kinds = {name: " ".join(map(str, (kind, *numbers.values()))) for name, (kind, numbers) in NEVER_TRAINED.items()}
+    kinds = [f"{name} ({kind} {min(numbers.values()):g})" for name, (kind, numbers) in NEVER_TRAINED.items()]
     about = (
-        "The same pictures with less noise, from a start that reads them whole, one for all seeds. Rollout and loss "
-        f"see {TRAINED[0]} of {TRAINED[1]['std']:g}; the teacher, with the weights of the start, sees the originals. "
-        "Never trained: "
-        f"{', '.join(f'{name} ({kind})' for name, kind in kinds.items())}. Behind an accuracy stands its difference to "
-        "plain training on originals. On degraded pictures at as many steps, and as many positions, as plain training "
-        "with the verified reward on degraded pictures: half of the pictures, between points of both courses on a line."
+        f"The same pictures with noise up to {GROUND}, from a start that reads them whole, one for all seeds: intervals "
+        f"are over pictures, order and samples. The learning rate is {SLOWER['learning_rate']:g}. Rollout and loss see "
+        f"{TRAINED[0]} of {TRAINED[1]['std']:g}; the teacher, with the weights of the start, sees the originals, and "
+        "the policy writes one completion of each prompt (plain training, with reward, and where named: eight). Never "
+        f"trained: {', '.join(kinds)}. Behind an accuracy stands its difference to plain training on originals. Against "
+        "plain training on degraded pictures: on degraded ones, after as many steps, and after as many positions as the "
+        "shorter course has (100 pictures, between points on a line)."
     )
     heads = ["| " + " | ".join(LOOK_HEADS) + " |", "|---|" + "---:|" * (len(LOOK_HEADS) - 1)]
     rows = [look_row(name, measured) for name in LOOKS if any(line["method"] == name for line in measured)]

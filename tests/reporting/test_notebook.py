@@ -15,7 +15,9 @@ from vgr_trl.reporting.notebook import show_completion
 from vgr_trl.reporting.records import AttentionMap, RecordedImage
 
 FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
-NOTEBOOKS = sorted(path for path in FOLDER.glob("*.ipynb") if path.stem != "a_better_look")  # that of a benchmark
+NOTEBOOKS = sorted(
+    path for path in FOLDER.glob("*.ipynb") if path.stem != "better_look_without_boxes"
+)  # that of a benchmark
 # In the place of the cell that is tagged `parameters`: a warm start that ends at once, and one step.
 SHORT = "options = Options(steps=1, text_steps=1, caption_loss=9, warm_start_accuracy=0, num_samples=1); seeds = [0]"
 
