@@ -108,8 +108,7 @@ from vgr_trl.trl_bridge import (
 )
 from vgr_trl.validate.features import announce, plan_dummy_image, plan_features, plan_measurement, plan_vision
 from vgr_trl.validate.options import find_idle_options, plan_rewards, refuse_unfit_options, validate_config
-from vgr_trl.views.degraded import degrade_rows
-from vgr_trl.views.perturbed_pass import record_noise, score_perturbed, score_perturbed_part
+from vgr_trl.views.perturbed_pass import degrade_rows, record_noise, score_perturbed, score_perturbed_part
 from vgr_trl.vision import images_processed_once, join_windows
 
 logger = logging.get_logger(__name__)
