@@ -32,8 +32,9 @@ from vgr_trl.demo import Options
 from vgr_trl.demo.write_folder import write_warm_folder
 
 START = "start"
-MEASURES = ("accuracy", "greedy", "blanked", "late VGR", "dependency", "tokens", "CPU seconds")
+MEASURES = ("accuracy", "greedy", "blanked", "late VGR", "dependency", "steps to 90 %", "tokens", "CPU seconds")
 LOOKED_AT = 160  # questions
+ACCURACY = "rewards/accuracy_reward/mean"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -103,7 +104,7 @@ def as_flags(values: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def train(script: str | None, flags: Sequence[str], output: Path, tiny: Path) -> dict[str, float]:
-    """Train in a process of its own; return the tokens that it saw and the CPU seconds that it took, start included."""
+    """Train in a process of its own; return tokens, CPU seconds with the start, and the speed of convergence."""
     command = ["bash", script] if script else [sys.executable, "-m", "vgr_trl.cli", "train"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = {"PATH": path, "TINY": "1", "TINY_FOLDER": str(tiny.absolute()), "OMP_NUM_THREADS": "1"}
@@ -120,7 +121,15 @@ def train(script: str | None, flags: Sequence[str], output: Path, tiny: Path) ->
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     tokens = max(entry.get("num_tokens", 0) for entry in history)
-    return {"tokens": tokens, "CPU seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    rewards = [entry[ACCURACY] for entry in history if ACCURACY in entry]
+    return {"tokens": tokens, "CPU seconds": seconds, "steps to 90 %": steps_to_best(rewards)}
+
+
+def steps_to_best(rewards: Sequence[float], share: float = 0.9, window: int = 5) -> int:
+    """Return the step at which the mean reward of the last `window` steps reaches `share` of its best."""
+    means = [statistics.mean(rewards[stop - window : stop]) for stop in range(window, len(rewards) + 1)]
+    return window + next(place for place, mean in enumerate(means) if mean >= share * max(means))
 
 
 Finished = Mapping[tuple[str, int], Mapping[str, Any]]
@@ -152,7 +161,7 @@ def row(name: str, runs: Finished, baseline: str) -> list[str]:
     line.append(against.replace(" ()", ""))
     for measure in MEASURES[1:]:
         values = [found[measure] for found in own.values() if measure in found]
-        line.append(f"{statistics.mean(values):.{0 if measure in ('tokens', 'CPU seconds') else 3}f}" if values else "")
+        line.append(f"{statistics.mean(values):.{0 if measure in MEASURES[-3:] else 3}f}" if values else "")
     return line
 
 
