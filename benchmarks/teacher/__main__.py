@@ -193,8 +193,8 @@ def degraded(lines: Sequence[Line]) -> list[str]:
         f"{TRAINED[0]} of {TRAINED[1]['std']:g}; the teacher, with the weights of the start, sees the originals, and "
         "the policy writes one completion of each prompt (plain training, with reward, where named: eight). Never "
         f"trained: {', '.join(kinds)}. Behind an accuracy stands its difference to plain training on originals. "
-        "Against plain training on degraded pictures: on degraded ones, after as many steps, and after as many "
-        "positions as the shorter course has (100 pictures, between points on a line)."
+        "Against plain training on degraded pictures: on degraded ones, after as many steps; at equal positions: after "
+        "as many positions as the shorter course has, on 100 pictures, between points on a line."
     )
     heads = ["| " + " | ".join(LOOK_HEADS) + " |", "|---|" + "---:|" * (len(LOOK_HEADS) - 1)]
     rows = [look_row(name, measured) for name in LOOKS if any(line["method"] == name for line in measured)]
