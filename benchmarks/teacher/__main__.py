@@ -188,13 +188,13 @@ def degraded(lines: Sequence[Line]) -> list[str]:
     tuned = [line for line in lines if line["seed"] >= TUNING]
     kinds = [f"{name} ({kind} {min(numbers.values()):g})" for name, (kind, numbers) in NEVER_TRAINED.items()]
     about = (
-        f"The same pictures with noise up to {GROUND}, from a start that reads them whole, one for all seeds: intervals "
+        f"The same pictures with noise up to {GROUND}, from a start that reads them, one for all seeds: intervals "
         f"are over pictures, order and samples. The learning rate is {SLOWER['learning_rate']:g}. Rollout and loss see "
         f"{TRAINED[0]} of {TRAINED[1]['std']:g}; the teacher, with the weights of the start, sees the originals, and "
-        "the policy writes one completion of each prompt (plain training, with reward, and where named: eight). Never "
-        f"trained: {', '.join(kinds)}. Behind an accuracy stands its difference to plain training on originals. Against "
-        "plain training on degraded pictures: on degraded ones, after as many steps, and after as many positions as the "
-        "shorter course has (100 pictures, between points on a line)."
+        "the policy writes one completion of each prompt (plain training, with reward, where named: eight). Never "
+        f"trained: {', '.join(kinds)}. Behind an accuracy stands its difference to plain training on originals. "
+        "Against plain training on degraded pictures: on degraded ones, after as many steps; at equal positions: after "
+        "as many positions as the shorter course has, on 100 pictures, between points on a line."
     )
     heads = ["| " + " | ".join(LOOK_HEADS) + " |", "|---|" + "---:|" * (len(LOOK_HEADS) - 1)]
     rows = [look_row(name, measured) for name in LOOKS if any(line["method"] == name for line in measured)]

@@ -51,7 +51,6 @@ LOOKS = {
     "better look, half untouched, reward": better_look(0.5, 1.0, **SLOWER),
     "better look, half untouched, teacher follows": better_look(0.5, **ALONE, **FOLLOWS, **SLOWER),
     "better look, half untouched, eight completions": better_look(0.5, **SLOWER),
-    "plain, degraded, 200 steps": Method({**DEGRADED, **SLOWER, "max_steps": 200}),
 }
 LOOK_SWEEP = {
     f"{name}, {rate:g}": Method(LOOKS[name].options | {"learning_rate": rate})
@@ -122,10 +121,10 @@ def look_row(name: str, lines: Sequence[Mapping[str, Any]]) -> str:
     if name != "start":
         lost = difference([run["accuracy"] - start["accuracy"] for run in runs.values()])
     if name not in ("start", "plain, degraded"):
+        ahead = difference([run["degraded"] - rival[seed]["degraded"] for seed, run in runs.items() if seed in rival])
         pairs = [(run["course"], rival[seed]["course"]) for seed, run in sorted(runs.items()) if seed in rival]
-        ahead = difference([own[-1][3] - score_at(others, 0, own[-1][0]) for own, others in pairs])
         ends = [(own, others, min(own[-1][1], others[-1][1])) for own, others in pairs]
-        equal = difference([score_at(own, 1, end) - score_at(others, 1, end) for own, others, end in ends])
+        equal = difference([score_at(own, end) - score_at(others, end) for own, others, end in ends])
     positions = statistics.mean(run["course"][-1][1] for run in runs.values()) / 1e6
     seconds = statistics.mean(run["CPU seconds per step"] for run in runs.values())
     spent = [f"{positions:.2f} M", f"{seconds:.3f}"] if name != "start" else ["", ""]
@@ -138,6 +137,6 @@ def difference(gains: Sequence[float]) -> str:
     return f"{statistics.mean(gains):+.3f}" + f" ({ends})" * bool(ends) if gains else ""
 
 
-def score_at(course: Sequence[Sequence[float]], axis: int, place: float) -> float:
-    """Return the accuracy on degraded pictures at a step (axis 0) or after so many positions (1), between points."""
-    return float(np.interp(place, [point[axis] for point in course], [point[3] for point in course]))
+def score_at(course: Sequence[Sequence[float]], positions: float) -> float:
+    """Return the accuracy on degraded pictures after so many positions, between points on a line."""
+    return float(np.interp(positions, [point[1] for point in course], [point[3] for point in course]))
