@@ -134,7 +134,7 @@ class Batch:
 
     @property
     def to_score(self) -> "Batch":
-        """The columns that a forward pass reads: tokens, `own`, token types and images."""
+        """The columns that a forward pass reads: tokens, `by_policy`, token types and images."""
         images = self.images.without(PERTURBED)
         return replace(self.tokens, images=images, by_policy=self.by_policy, columns=self.token_types)
 

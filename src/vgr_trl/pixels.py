@@ -315,10 +315,11 @@ class RowImages:
 
     def without(self, name: str) -> "RowImages":
         """Return the images without the input `name`."""
-        if self.parts is not None:
-            parts = [{key: value for key, value in row.items() if key != name} for row in self.parts]
-            return replace(self, whole=None, parts=parts)
-        return replace(self, whole={key: value for key, value in self.tensors.items() if key != name})
+        if self.whole is not None:
+            rest = {key: value for key, value in self.whole.items() if key != name}
+            return replace(self, whole=rest, parts=None) if name in self.whole else self
+        parts = [{key: value for key, value in row.items() if key != name} for row in self.parts or ()]
+        return replace(self, parts=parts)
 
     def with_pixels_of(self, perturbed: "RowImages") -> "RowImages":
         """Take `pixel_values` from perturbed images of the same sizes, which may have less padding.

@@ -260,7 +260,8 @@ def _score_row_view(run: Run, rollout: Rollout, name: str, chunks: Sequence[rang
             failed = rollout.rewards[:, filter_index(args.distil_failed_only, [*run.facts.rewards])] <= 0
             seen = {row: each if failed[rollout.first + row] else None for row, each in seen.items()}
         shown = {row: each for row, each in seen.items() if each is not None}
-        kept = [*shown] or [rows.start]  # every process makes the pass
+        # With sharded weights every process makes as many passes, also where a budget of tokens cuts them.
+        kept = [*rows] if run.facts.is_sharded else [*shown] or [rows.start]
         batch = _batch_behind([_show(rollout.messages[row], seen[row]) for row in kept], run, rollout, kept)
         with _weights_of(name, run) as model, torch.no_grad():
             scores = score(run, batch, Want(hidden=reads), model, purpose=Purpose.VIEW)
@@ -275,7 +276,7 @@ def _score_row_view(run: Run, rollout: Rollout, name: str, chunks: Sequence[rang
                 for whole, part in zip(top, likely, strict=True):
                     whole[kept] = part
         if shown:
-            logps[kept] = scores.logps.float()
+            logps[[*shown]] = scores.logps.float()[[kept.index(row) for row in shown]]
         if name == TEACHER:
             rollout.teacher_images |= {row: [*each.images] for row, each in shown.items()}
     return logps, top
