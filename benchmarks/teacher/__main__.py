@@ -22,7 +22,18 @@ from typing import Any
 from machine import describe_machine
 from methods.seeds import interval
 
-from teacher.degraded import GROUND, LOOK_SWEEP, LOOKS, NEVER_TRAINED, SLOWER, TRAINED, DegradedStart, look_row
+from teacher.degraded import (
+    DESCRIBED_LOOKS,
+    GROUND,
+    LOOK_SWEEP,
+    LOOKS,
+    NEVER_TRAINED,
+    SLOWER,
+    TRAINED,
+    DegradedDescribedStart,
+    DegradedStart,
+    look_row,
+)
 from teacher.degraded import HEADS as LOOK_HEADS
 from teacher.described import CHOSEN, DescribedStart
 from teacher.runs import LARGER, METHODS, NOISIER, SWEEP, TUNING, Method, Settings, Start
@@ -50,7 +61,9 @@ def main(arguments: list[str] | None = None) -> None:
     settings = Settings(**{part.name: getattr(flags, part.name) for part in fields(Settings)})
     ends = time.monotonic() + 60 * flags.minutes
     methods, kind, sweep = METHODS, Start, SWEEP
-    if flags.described:
+    if flags.degraded and flags.described:
+        methods, kind, sweep = DESCRIBED_LOOKS, DegradedDescribedStart, LOOK_SWEEP
+    elif flags.described:
         methods, kind = CHOSEN, DescribedStart
     elif flags.degraded:
         methods, kind, sweep = LOOKS, DegradedStart, LOOK_SWEEP
@@ -180,12 +193,10 @@ def described(lines: Sequence[Line], settings: Settings) -> list[str]:
     ]
 
 
-def degraded(lines: Sequence[Line]) -> list[str]:
-    """Return the section of the degraded pictures, or nothing before there is a run."""
+def degraded(lines: Sequence[Line], described: Sequence[Line]) -> list[str]:
+    """Return the section of the degraded pictures, of both tasks, or nothing before there is a run."""
     if not lines:
         return []
-    measured = [line for line in lines if line["seed"] < TUNING]
-    tuned = [line for line in lines if line["seed"] >= TUNING]
     kinds = [f"{name} ({kind} {min(numbers.values()):g})" for name, (kind, numbers) in NEVER_TRAINED.items()]
     about = (
         f"The same pictures with noise up to {GROUND}, from a start that reads them, one for all seeds: intervals "
@@ -196,25 +207,32 @@ def degraded(lines: Sequence[Line]) -> list[str]:
         "Against plain training on degraded pictures: on degraded ones, after as many steps; at equal positions: after "
         "as many positions as the shorter course has, on 100 pictures, between points on a line."
     )
+    own = ["## A better look without boxes", "", about, "", LOOKED.read_text().strip(), "", *look_tables(lines)]
+    again = "### With a description before the digit", "", "The same, of the second task:", "", *look_tables(described)
+    return [*own, *(again if described else ())]
+
+
+def look_tables(lines: Sequence[Line]) -> list[str]:
+    """Return the table of the methods on degraded pictures, and that of their learning rates."""
+    measured, tuned = ([line for line in lines if (line["seed"] >= TUNING) == is_tuned] for is_tuned in (False, True))
     heads = ["| " + " | ".join(LOOK_HEADS) + " |", "|---|" + "---:|" * (len(LOOK_HEADS) - 1)]
     rows = [look_row(name, measured) for name in LOOKS if any(line["method"] == name for line in measured)]
+    tuning_heads = ["| method, learning rate | originals after each 20 steps | degraded | originals | degraded |"]
+    tuning_heads += ["|---|---:|---:|---:|---:|"]
     courses = [
         f"| {line['method']} | {' '.join(f'{point[2]:.2f}' for point in line['course'])} | "
         f"{' '.join(f'{point[3]:.2f}' for point in line['course'])} | {line['accuracy']:.3f} | {line['degraded']:.3f} |"
         for line in tuned
     ]
-    tuning_heads = ["| method, learning rate | originals after each 20 steps | degraded | originals | degraded |"]
-    tuning_heads += ["|---|---:|---:|---:|---:|"]
-    return [
-        "## A better look without boxes", "", about, "", LOOKED.read_text().strip(), "", *heads, *rows, "",
-        f"Learning rates, on seed {TUNING}:", "", *tuning_heads, *courses, "",
-    ]  # fmt: skip
+    tuning = [f"Learning rates, on seed {TUNING}:", "", *tuning_heads, *courses, ""]
+    return [*heads, *rows, "", *(tuning if courses else ())]
 
 
 def write(lines: Sequence[Line], settings: Settings) -> None:
     """Write the page."""
     machine = ", ".join(f"{name} {value}" for name, value in describe_machine(1).items())
-    every = [*lines, *read(settings, DescribedStart), *read(settings, DegradedStart)]
+    looked = [read(settings, kind) for kind in (DegradedStart, DegradedDescribedStart)]
+    every = [*lines, *read(settings, DescribedStart), *looked[0], *looked[1]]
     commits = ", ".join(sorted({line["commit"] for line in every}))
     seconds = sum(line["seconds"] for line in every)
     measured = [line for line in lines if line["seed"] < TUNING]
@@ -241,7 +259,7 @@ def write(lines: Sequence[Line], settings: Settings) -> None:
         "",
         *tuning(tuned, settings),
         *described(read(settings, DescribedStart), settings),
-        *degraded(read(settings, DegradedStart)),
+        *degraded(*looked),
         "## What is trained",
         "",
         f"A picture of {SIDE} x {SIDE} pixels (64 image tokens) is noise up to {NOISE} with one real digit of "

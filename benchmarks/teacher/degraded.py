@@ -9,8 +9,8 @@ from methods.seeds import interval
 from mosaics.model import teach
 from mosaics.task import Row
 
+from teacher.described import DescribedStart
 from teacher.runs import TUNING, Method, Start
-from teacher.task import draw_labelled
 from vgr_trl.signals.perturbation import perturb_images
 
 GROUND = 0.35  # brightest grey of the ground
@@ -26,16 +26,20 @@ NEVER_TRAINED: dict[str, Kind] = {
 DEGRADED = {"degraded_by": TRAINED[0], "noise_std": TRAINED[1]["std"]}
 
 
-def better_look(untouched: float, reward: float = 0.0, **options: Any) -> Method:
+def better_look(
+    untouched: float, reward: float = 0.0, columns: Mapping[str, str] | None = None, **options: Any
+) -> Method:
     """Return a method whose rollouts see degraded pictures, and whose teacher sees the originals.
 
     Args:
         untouched: share of prompts whose pictures stay as they are.
         reward: weight of the verified reward.
+        columns: as `Method` has them.
         options: of `DAPOConfig`.
     """
     taught = {"teacher_view": "original", "teacher_weights": "reference", "loss_terms": ["teacher_divergence"]}
-    return Method({**DEGRADED, **taught, "degraded_untouched": untouched, "reward_weights": [reward], **options})
+    numbers = {"degraded_untouched": untouched, "reward_weights": [reward]}
+    return Method({**DEGRADED, **taught, **numbers, **options}, columns or {})
 
 
 ALONE = {"num_generations": 1}
@@ -51,6 +55,17 @@ LOOKS = {
     "better look, half untouched, reward": better_look(0.5, 1.0, **SLOWER),
     "better look, half untouched, teacher follows": better_look(0.5, **ALONE, **FOLLOWS, **SLOWER),
     "better look, half untouched, eight completions": better_look(0.5, **SLOWER),
+    "better look, a quarter untouched": better_look(0.25, **ALONE, **SLOWER),
+    "control: teacher sees another picture": better_look(
+        0.5, columns={"teacher_images": "another"}, teacher_view="teacher_images", **ALONE, **SLOWER
+    ),
+    "vision_opd, boxes": better_look(
+        0.0, teacher_view="crop_to_box", plugin_options={"crop_margin": 0.0}, **ALONE, **SLOWER
+    ),
+}
+DESCRIBED_LOOKS = {
+    name: LOOKS[name]
+    for name in ("start", "plain", "plain, degraded", "better look", "better look, half untouched")
 }
 LOOK_SWEEP = {
     f"{name}, {rate:g}": Method(LOOKS[name].options | {"learning_rate": rate})
@@ -75,13 +90,14 @@ class DegradedStart(Start):
     task, taught = "degraded", TUNING  # a start takes longer than eight trainings
 
     def draw_rows(self, count: int, **options: Any) -> list[Row]:
-        """Draw pictures with less noise."""
-        return super().draw_rows(count, **{"noise": GROUND} | options)
+        """Draw pictures with less noise, and the column `another`, the picture of the row before."""
+        rows = super().draw_rows(count, **{"noise": GROUND} | options)
+        return [row | {"another": before["image"]} for row, before in zip(rows, rows[-1:] + rows[:-1], strict=True)]
 
     def warm_up(self, rows: list[Row]) -> None:
         """Teach to read whole pictures."""
         steps = READING * self.settings.reading_steps
-        teach(self.model, self.processor, rows, draw_labelled, steps=steps, rate=2e-3, seed=self.seed)
+        teach(self.model, self.processor, rows, self.label, steps=steps, rate=2e-3, seed=self.seed)
 
     def scores(self, count: int) -> list[float]:
         """Return the accuracy on pictures as they are, and degraded as in training."""
@@ -94,6 +110,12 @@ class DegradedStart(Start):
         seen = {"accuracy": self.test, "degraded": degraded(self.test, TRAINED)}
         seen |= {name: degraded(fewer, kind) for name, kind in NEVER_TRAINED.items()}
         return {name: round(self.answers(rows).accuracy, 4) for name, rows in seen.items()}
+
+
+class DegradedDescribedStart(DegradedStart, DescribedStart):
+    """A model that reads whole pictures, and describes the digit before it names it."""
+
+    task = "described degraded"
 
 
 MEASURES = ("accuracy", "degraded", *NEVER_TRAINED)
