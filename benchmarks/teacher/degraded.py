@@ -26,20 +26,16 @@ NEVER_TRAINED: dict[str, Kind] = {
 DEGRADED = {"degraded_by": TRAINED[0], "noise_std": TRAINED[1]["std"]}
 
 
-def better_look(
-    untouched: float, reward: float = 0.0, columns: Mapping[str, str] | None = None, **options: Any
-) -> Method:
+def better_look(untouched: float, reward: float = 0.0, **options: Any) -> Method:
     """Return a method whose rollouts see degraded pictures, and whose teacher sees the originals.
 
     Args:
         untouched: share of prompts whose pictures stay as they are.
         reward: weight of the verified reward.
-        columns: as `Method` has them.
         options: of `DAPOConfig`.
     """
     taught = {"teacher_view": "original", "teacher_weights": "reference", "loss_terms": ["teacher_divergence"]}
-    numbers = {"degraded_untouched": untouched, "reward_weights": [reward]}
-    return Method({**DEGRADED, **taught, **numbers, **options}, columns or {})
+    return Method({**DEGRADED, **taught, "degraded_untouched": untouched, "reward_weights": [reward], **options})
 
 
 ALONE = {"num_generations": 1}
@@ -56,16 +52,15 @@ LOOKS = {
     "better look, half untouched, teacher follows": better_look(0.5, **ALONE, **FOLLOWS, **SLOWER),
     "better look, half untouched, eight completions": better_look(0.5, **SLOWER),
     "better look, a quarter untouched": better_look(0.25, **ALONE, **SLOWER),
-    "control: teacher sees another picture": better_look(
-        0.5, columns={"teacher_images": "another"}, teacher_view="teacher_images", **ALONE, **SLOWER
+    "control: teacher sees another picture": Method(
+        better_look(0.5, teacher_view="teacher_images", **ALONE, **SLOWER).options, {"teacher_images": "another"}
     ),
     "vision_opd, boxes": better_look(
         0.0, teacher_view="crop_to_box", plugin_options={"crop_margin": 0.0}, **ALONE, **SLOWER
     ),
 }
 DESCRIBED_LOOKS = {
-    name: LOOKS[name]
-    for name in ("start", "plain", "plain, degraded", "better look", "better look, half untouched")
+    name: LOOKS[name] for name in ("start", "plain", "plain, degraded", "better look", "better look, half untouched")
 }
 LOOK_SWEEP = {
     f"{name}, {rate:g}": Method(LOOKS[name].options | {"learning_rate": rate})

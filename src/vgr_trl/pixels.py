@@ -56,6 +56,33 @@ def image_inputs_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None}
 
 
+def has_images(inputs: Mapping[str, Any]) -> bool:
+    """Whether the pixel inputs of a pass hold an image; Idefics pads rows without an image."""
+    pixels, mask = inputs.get("pixel_values"), inputs.get("pixel_attention_mask")
+    return pixels is not None and len(pixels) > 0 and (mask is None or bool(mask.any()))
+
+
+def drop_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] | None = None) -> dict[str, Any]:
+    """Return the inputs of a pass, without pixel inputs that hold no image.
+
+    TRL cuts a batch into chunks. A chunk of rows without images has empty pixels, or padding, on which models fail.
+
+    Args:
+        inputs: inputs of the pass by name.
+        agree: returns whether an answer is True in all processes, where parameters are sharded: the vision tower then
+            runs in every process or in none. None: each process decides alone.
+
+    Raises:
+        DataError: only some processes have images; it is raised in all processes.
+    """
+    mine = has_images(inputs)
+    if agree is not None and not agree(mine) and not agree(not mine):
+        has = f"A batch of this process has {'images' if mine else 'no images'}, unlike a batch of another process"
+        raise DataError(f"{has}, and the parameters are sharded: give every row images, or none, or use ZeRO-2 or DDP.")
+    empty = inputs.get("pixel_values") is not None and not mine
+    return {name: value for name, value in inputs.items() if not (empty and name in IMAGE_INPUTS)}
+
+
 def parts_by_tokens(inputs: ImageInputs, is_image: torch.Tensor) -> Parts:
     """Assign pixel inputs to rows by image placeholders, (N, S) bool.
 

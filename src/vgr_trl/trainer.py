@@ -93,8 +93,8 @@ from vgr_trl.rollout_checks import EngineCheck, check_pixel_use
 from vgr_trl.run import Measurement, Run, RunFacts, has_own_loss, iterate_datasets, read_facts
 from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import FurtherPrompts, GroupSelector, ZeroVarianceStreak
+from vgr_trl.sharing.attention import prepare_mixers
 from vgr_trl.sharing.model_support import SharingReport, base_of, causal_model
-from vgr_trl.sharing.shared_forward import prepare_rows
 from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
 from vgr_trl.signals.scoring import Purpose, Scores, Want, policy_is_active
 from vgr_trl.trl_bridge import (
@@ -224,7 +224,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         for model in () if self.args.torch_compile else filter(None, (self.model, self.ref_model)):
             join_windows(model)
         if features.share_training.enabled or features.share_scoring.enabled:
-            prepare_rows(base_of(causal_model(self.model)))
+            prepare_mixers(base_of(causal_model(self.model)))
         plain_pass: Any = super()._get_per_token_logps_and_entropies
         return Run(
             args=self.args,

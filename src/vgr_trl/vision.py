@@ -30,12 +30,12 @@ from vgr_trl.pixels import (
     RowImages,
     UnknownParts,
     fingerprint,
+    has_images,
     image_inputs_of,
     on_device,
 )
 from vgr_trl.sharing.attention import keep_keys_unrepeated, sdpa_by_key_head
 from vgr_trl.sharing.model_support import base_of, causal_model, has_active_dropout
-from vgr_trl.sharing.shared_forward import has_images
 
 
 def parts_of_tower(base: Any) -> list[nn.Module]:

@@ -15,17 +15,18 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from vgr_trl.batch import Batch, make_completions_causal
 from vgr_trl.errors import NotFiniteError
+from vgr_trl.pixels import drop_empty_images, has_images
 from vgr_trl.run import Features, Run
 from vgr_trl.sharing.context_manager import share_prompts
-from vgr_trl.sharing.model_support import UnsupportedModel, base_of, causal_model, replace_hidden_states
-from vgr_trl.sharing.prefix_split import check_inputs, find_split, is_image_token, round_up_to_groups
-from vgr_trl.sharing.row import PackedRow, lay_out
-from vgr_trl.sharing.shared_forward import (
-    drop_empty_images,
-    has_images,
+from vgr_trl.sharing.model_support import (
+    UnsupportedModel,
+    base_of,
+    causal_model,
     ignore_empty_images,
-    run_row,
+    replace_hidden_states,
 )
+from vgr_trl.sharing.prefix_split import check_inputs, find_split, is_image_token, round_up_to_groups
+from vgr_trl.sharing.row import PackedRow, lay_out, run_row
 from vgr_trl.signals.scoring import (
     Computed,
     Purpose,

@@ -8,8 +8,7 @@ model runs once. `attention.py` has the parts of a layer that read the layout: a
 
 from vgr_trl.sharing.context_manager import share_prompts, whole_groups
 from vgr_trl.sharing.exactness import why_not_share
-from vgr_trl.sharing.model_support import SharingReport, has_active_dropout
-from vgr_trl.sharing.shared_forward import ignore_empty_images
+from vgr_trl.sharing.model_support import SharingReport, has_active_dropout, ignore_empty_images
 
 __all__ = [
     "SharingReport",

@@ -432,3 +432,10 @@ class _ExpandedState(_State):
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         return recurrent_states
+
+
+def prepare_mixers(base: Any) -> None:
+    """Let the token mixers of a base model read the layout of rows, for the whole process."""
+    keep_keys_unrepeated()
+    read_rows()
+    split_state_mixers(base)

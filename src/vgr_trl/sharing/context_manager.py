@@ -14,15 +14,17 @@ from torch import nn
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.patching import patched_method
+from vgr_trl.sharing.attention import prepare_mixers
 from vgr_trl.sharing.exactness import why_not_share
 from vgr_trl.sharing.model_support import (
     SharingReport,
     base_of,
     causal_model,
     has_sharded_parameters,
+    ignore_empty_images,
     why_no_pass_shares,
 )
-from vgr_trl.sharing.shared_forward import SharedForward, SharedGeneration, ignore_empty_images, prepare_rows
+from vgr_trl.sharing.shared_forward import SharedForward, SharedGeneration
 
 
 @contextmanager
@@ -76,7 +78,7 @@ def share_prompts(model: nn.Module, completion_length: int | None = None, **mode
         with ignore_empty_images(model):
             yield report
         return
-    prepare_rows(base)
+    prepare_mixers(base)
     forward.first_step = {} if tells else None
     with ExitStack() as stack:
         stack.enter_context(patched_method(base, "forward", forward))

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vgr_trl.errors import error_text
 from vgr_trl.patching import patched_attribute
+from vgr_trl.sharing.attention import prepare_mixers
 from vgr_trl.sharing.model_support import (
     UnsupportedModel,
     base_of,
@@ -26,7 +27,6 @@ from vgr_trl.sharing.model_support import (
 )
 from vgr_trl.sharing.prefix_split import PrefixSplit
 from vgr_trl.sharing.row import lay_out
-from vgr_trl.sharing.shared_forward import prepare_rows
 
 _PADDING, _PROMPT, _COMPLETION = 8, 5, 3  # columns of the two rows
 _LAYERS = 4  # layers the check runs, extended until every layer type is included
@@ -70,7 +70,7 @@ def _difference(base: Any) -> str | None:
     """
     start = _PADDING + _PROMPT
     try:
-        prepare_rows(base)
+        prepare_mixers(base)
         rows = _rows(base)
         row, call = lay_out(base, rows, PrefixSplit(start, groups=[0, 1], pixels={}), [_COMPLETION] * 2)
         with _first_layers(base) as run:

@@ -1,8 +1,10 @@
 """Models that can share prompts, the reasons why others cannot, and the parts of a model."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask, lazy_import_flash_attention
 
 from vgr_trl.errors import ConfigError
+from vgr_trl.pixels import drop_empty_images
 
 
 class UnsupportedModel(Exception):
@@ -299,3 +302,25 @@ def check_token_types(inputs: Mapping[str, Any], config: Any) -> None:
     """Raise `UnsupportedModel` if there are token types that may do more than mark images in this family."""
     has_types = isinstance(inputs.get("token_type_ids"), Tensor)
     require(not has_types or config.model_type in _TOKEN_TYPES_MARK_IMAGES, "token_type_ids")
+
+
+@contextmanager
+def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | None = None) -> Iterator[None]:
+    """Drop pixel inputs without images in passes of this block; `share_prompts` does so by itself.
+
+    Args:
+        model: transformers model, also wrapped; a compiled model keeps its inputs.
+        agree: returns whether an answer is True in all processes, where parameters are sharded.
+
+    Raises:
+        ConfigError: `model` is no transformers model.
+    """
+    base = base_of(causal_model(model))
+    agree = agree if "pixel_values" in signature(base.forward).parameters else None
+    drops = partial(_drop_from_call, agree)
+    with nullcontext() if is_compiled(model) else base.register_forward_pre_hook(drops, with_kwargs=True):
+        yield
+
+
+def _drop_from_call(agree: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, drop_empty_images(kwargs, agree)  # a function of this module, so that the model can be pickled

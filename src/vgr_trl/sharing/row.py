@@ -4,7 +4,7 @@
 one long row, and only token mixers read the layout, which reaches them as the keyword argument `ROW`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -367,3 +367,20 @@ def _positions(base: Any, inputs: Mapping[str, Any], split: PrefixSplit, firsts:
     counted = inputs[names[3]].long().cumsum(-1).flatten()[row.tokens[first:]] - 1
     behind = counted + deltas.to(columns.device)[row.group_index, 0][row.numbers[first:]]
     return torch.cat([before, behind.expand(3, -1)], dim=1).unsqueeze(1)
+
+
+def run_row(plain: Callable[..., Any], base: Any, row: PackedRow, call: Mapping[str, Any]) -> Any:
+    """Run a model over a row; return its outputs.
+
+    Args:
+        plain: forward pass of a transformers model, or of its base.
+        base: base model (without head).
+        row: layout.
+        call: its arguments, as `lay_out` returns them.
+
+    Raises:
+        UnsupportedModel: a layer has not read the layout, so that its tokens saw each other.
+    """
+    outputs, layers = plain(**call), base.config.get_text_config(decoder=True).num_hidden_layers
+    require(len(row.read_by) == layers, "a model that does not hand the layout of a row on to all of its layers")
+    return outputs

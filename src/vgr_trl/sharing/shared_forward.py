@@ -1,8 +1,7 @@
-"""The forward pass of a model over the row of a batch, its generation from shared prompts, and empty pixel inputs."""
+"""A model's forward pass and its `generate`, computing equal prompts once, for `share_prompts`."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -11,56 +10,26 @@ from typing import Any
 
 import torch
 from accelerate.state import GradientState
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 from transformers.generation import GenerationMixin, GenerationMode
 
-from vgr_trl.errors import DataError
 from vgr_trl.patching import patched_attribute
-from vgr_trl.pixels import IMAGE_INPUTS, on_device
-from vgr_trl.sharing.attention import keep_keys_unrepeated, read_rows, split_state_mixers
+from vgr_trl.pixels import IMAGE_INPUTS, drop_empty_images, on_device
 from vgr_trl.sharing.model_support import (
     SharingReport,
     UnsupportedModel,
-    base_of,
     cache_name,
     cache_of,
-    causal_model,
     check_model,
     check_token_types,
     has_active_dropout,
-    is_compiled,
     require,
 )
 from vgr_trl.sharing.prefix_split import NOT_TWICE, PER_TOKEN, PrefixSplit, check_inputs, find_split
-from vgr_trl.sharing.row import ROW, PackedRow, lay_out
-
-
-def prepare_rows(base: Any) -> None:
-    """Let the token mixers of a base model read the layout of rows, for the whole process."""
-    keep_keys_unrepeated()
-    read_rows()
-    split_state_mixers(base)
-
-
-def run_row(plain: Callable[..., Any], base: Any, row: PackedRow, call: Mapping[str, Any]) -> Any:
-    """Run a model over a row; return its outputs.
-
-    Args:
-        plain: forward pass of a transformers model, or of its base.
-        base: base model (without head).
-        row: layout.
-        call: its arguments, as `lay_out` returns them.
-
-    Raises:
-        UnsupportedModel: a layer has not read the layout, so that its tokens saw each other.
-    """
-    outputs, layers = plain(**call), base.config.get_text_config(decoder=True).num_hidden_layers
-    require(len(row.read_by) == layers, "a model that does not hand the layout of a row on to all of its layers")
-    return outputs
-
+from vgr_trl.sharing.row import ROW, lay_out, run_row
 
 WHOLE_GROUPS = (
     "for prompts shared in training, use GRPOTrainer(args=vgr_trl.sharing.whole_groups(args)), which puts whole groups "
@@ -198,55 +167,6 @@ class SharedForward:
         self.report.add(*counts, trains=self.base.training)
         if self.first_step is not None:
             self.first_step.setdefault(kind, SharingReport()).add(*counts)
-
-
-def has_images(inputs: Mapping[str, Any]) -> bool:
-    """Whether the pixel inputs of a pass hold an image; Idefics pads rows without an image."""
-    pixels, mask = inputs.get("pixel_values"), inputs.get("pixel_attention_mask")
-    return pixels is not None and len(pixels) > 0 and (mask is None or bool(mask.any()))
-
-
-def drop_empty_images(inputs: Mapping[str, Any], agree: Callable[[bool], bool] | None = None) -> dict[str, Any]:
-    """Return the inputs of a pass, without pixel inputs that hold no image.
-
-    TRL cuts a batch into chunks. A chunk of rows without images has empty pixels, or padding, on which models fail.
-
-    Args:
-        inputs: inputs of the pass by name.
-        agree: returns whether an answer is True in all processes, where parameters are sharded: the vision tower then
-            runs in every process or in none. None: each process decides alone.
-
-    Raises:
-        DataError: only some processes have images; it is raised in all processes.
-    """
-    mine = has_images(inputs)
-    if agree is not None and not agree(mine) and not agree(not mine):
-        has = f"A batch of this process has {'images' if mine else 'no images'}, unlike a batch of another process"
-        raise DataError(f"{has}, and the parameters are sharded: give every row images, or none, or use ZeRO-2 or DDP.")
-    empty = inputs.get("pixel_values") is not None and not mine
-    return {name: value for name, value in inputs.items() if not (empty and name in IMAGE_INPUTS)}
-
-
-@contextmanager
-def ignore_empty_images(model: nn.Module, *, agree: Callable[[bool], bool] | None = None) -> Iterator[None]:
-    """Drop pixel inputs without images in passes of this block; `share_prompts` does so by itself.
-
-    Args:
-        model: transformers model, also wrapped; a compiled model keeps its inputs.
-        agree: returns whether an answer is True in all processes, where parameters are sharded.
-
-    Raises:
-        ConfigError: `model` is no transformers model.
-    """
-    base = base_of(causal_model(model))
-    agree = agree if "pixel_values" in signature(base.forward).parameters else None
-    drops = partial(_drop_from_call, agree)
-    with nullcontext() if is_compiled(model) else base.register_forward_pre_hook(drops, with_kwargs=True):
-        yield
-
-
-def _drop_from_call(agree: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return args, drop_empty_images(kwargs, agree)  # a function of this module, so that the model can be pickled
 
 
 _OPTIONS = {*GenerationConfig().to_dict(), "generation_config"}  # arguments of `generate`
