@@ -287,7 +287,7 @@ class WholeGroups:
     num_generations: int | Callable[[], int] | None = None
 
     def __post_init__(self) -> None:
-        self.__name__ = str(getattr(self.reward, "__name__", None) or unwrap_reward(self.reward).__name__)
+        self.__name__ = str(unwrap_reward(self.reward).__name__)
         self.required, self.optional = needed_columns(self.reward) or ((), ())
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:

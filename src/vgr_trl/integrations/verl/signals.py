@@ -69,8 +69,7 @@ def build_token_vgr_weights_for_batch(
     if not vision:
         raise ConfigError(f"{type(processor).__name__} has no image token: give the processor of the model.")
     if image_grid_thw is not None:
-        merged = getattr(getattr(processor, "image_processor", None), "merge_size", 2) ** 2
-        expected = int(torch.as_tensor(image_grid_thw).prod(-1).sum()) // merged
+        expected = int(torch.as_tensor(image_grid_thw).prod(-1).sum()) // processor.image_processor.merge_size**2
         count_of_images = int(torch.isin(input_ids, torch.tensor(vision, device=input_ids.device)).sum())
         if count_of_images != expected:
             raise DataError(f"The prompts have {count_of_images} image tokens, but image_grid_thw implies {expected}.")
