@@ -114,8 +114,6 @@ def gaussian_blur(image: Image.Image, *, radius: float = 6.0) -> Image.Image:
         image: PIL image.
         radius: standard deviation of the Gaussian in pixels, in [0, 1e6].
     """
-    if not radius:
-        return image.copy()
     return _change_colours(image, lambda colours: colours.filter(ImageFilter.GaussianBlur(radius)))
 
 

@@ -57,13 +57,10 @@ def build_token_vgr_weights_for_batch(
         (N, T) float32, and the `info` of `token_vgr_weights`.
 
     Raises:
-        DataError: the arguments are not of one generation, or the number of image tokens differs from the grid.
+        DataError: the number of image tokens differs from the grid.
         ConfigError: an option is out of range, or the processor has no image token.
     """
     count, length = sequences.size(0), sequences.size(1) - input_ids.size(1)
-    if count % len(input_ids) or length < 1 or len(outputs_attentions) < length:
-        shapes = f"input_ids {tuple(input_ids.shape)}, sequences {tuple(sequences.shape)}"
-        raise DataError(f"{shapes} and attentions of {len(outputs_attentions)} steps: give those of one generation.")
     tokenizer = tokenizer_of(processor)
     vision = vision_token_ids(None, processor)
     if not vision:
