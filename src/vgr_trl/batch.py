@@ -23,7 +23,7 @@ from vgr_trl.pixels import (
     on_device,
 )
 
-VIEWS = "signals.views."  # prefix of the names of perturbations
+VIEWS = "signals.views."  # prefix of the names of perturbations and of views of rows
 EXTRA = "signals.extra."  # prefix of the names of named signals (N, T)
 LAYERED = ("signals.attention.vision", "signals.attention.instruction", "signals.attention.region")  # (N, L, T)
 # Columns by their token axis: P tokens of the prompt, padded on the left, T tokens of the completion, padded on the

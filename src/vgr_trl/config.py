@@ -119,8 +119,8 @@ def used_by(*names: str) -> Callable[[Any], str | None]:
     """Return a function that says why an option of these perturbations is unused; no names: of any perturbation."""
 
     def reason(args: Any) -> str | None:
-        used = {*args.read_views(args.needs_dependency), *[args.perturbation] * ("perturbed" in args.term_needs())}
-        used |= set(args.sampled_perturbations if names else ())
+        used = {*args.read_perturbations(args.needs_dependency), *(args.sampled_perturbations if names else ())}
+        used |= {args.perturbation} if "perturbed" in args.term_needs() else set()
         if not used:
             return "nothing is measured on perturbed images"
         return None if not names or used & set(names) else f"images are perturbed by {' and '.join(sorted(used))}"
@@ -183,12 +183,7 @@ class PerturbationOptions(PluginOptions):
         """Perturbations that the dependency is measured under."""
         return [self.perturbation, *(self.further_perturbations or ())]
 
-    @property
-    def views(self) -> list[str]:
-        """Perturbations of images outside of generation, including views that plug-ins read."""
-        return list(dict.fromkeys([*self.perturbations, *self.read_views(False)]))
-
-    def read_views(self, depends: bool) -> list[str]:
+    def read_perturbations(self, depends: bool) -> list[str]:
         """Return the perturbations under which completions are scored.
 
         Args:
@@ -412,8 +407,8 @@ class CreditOptions(PerturbationOptions):
             raise ConfigError("credit_rules has perception_filter and perception_weights: give one of them.")
         for name in named:
             vars(self).update(RULES[name])
-        perturbations = [*self.views, *self.sampled_perturbations]
-        plugins = [registries.perturbations.load(name) for name in perturbations if name not in PERTURBATIONS]
+        perturbations = {*self.perturbations, *self.read_perturbations(False), *self.sampled_perturbations}
+        plugins = [registries.perturbations.load(name) for name in sorted(perturbations - PERTURBATIONS.keys())]
         plugins += map(registries.views.load, self.row_views.values())
         for kind in ("credit_rules", "signals", "loss_terms"):
             named_plugins = vars(self)[kind] or ()

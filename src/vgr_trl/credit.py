@@ -216,9 +216,8 @@ def _plugin_weights(
     weights = credit.values if (adds := isinstance(credit, Added)) else credit
     if not isinstance(weights, Tensor) or weights.shape != mask.shape or not isinstance(metrics, Mapping):
         shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise DataError(
-            f"{rule} returned {shape}, metrics {metrics!r}: return weights, a tensor {tuple(mask.shape)}, and a dict."
-        )
+        got = f"{rule} returned {shape}, metrics {metrics!r}"
+        raise DataError(f"{got}: return weights, a tensor {tuple(mask.shape)}, and a dict.")
     for key, value in metrics.items():
         if isinstance(value, tuple):
             totals.add_mean(f"credit/{name}/{key}", *value)
@@ -379,16 +378,15 @@ def attention_weights(attention: AttentionMass, mask: Tensor, options: CreditOpt
         mask: (N, T) bool, valid tokens.
         options: numbers of `token_weights`.
     """
-    scheme = read_segments(options)
     count, last = len(attention.vision), options.token_weights_last_k_layers
-    layers = last_layers(count, last, scheme, "token_weights_last_k_layers")
-    return token_weights(
-        token_vision_gain_ratio(attention, layers),
-        mask,
-        clip=options.token_weights_clip,
-        smooth_sigma=options.token_weights_smooth_sigma,
-        topk_ratio=options.token_weights_topk_ratio,
-    )
+    layers = last_layers(count, last, read_segments(options), "token_weights_last_k_layers")
+    return weigh_tokens(token_vision_gain_ratio(attention, layers), mask, options)
+
+
+def weigh_tokens(token_vgr: Tensor, mask: Tensor, options: CreditOptions) -> Tensor:
+    """Return the `token_weights` of the VGR of each token with the options of a run, (N, T)."""
+    sigma, share = options.token_weights_smooth_sigma, options.token_weights_topk_ratio
+    return token_weights(token_vgr, mask, clip=options.token_weights_clip, smooth_sigma=sigma, topk_ratio=share)
 
 
 def dependency_weights(dependency: Tensor, mask: Tensor, *, clip: Sequence[float] | None = (0.2, 3.0)) -> Tensor:

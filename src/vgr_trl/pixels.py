@@ -335,9 +335,7 @@ class RowImages:
         like = self.tensors["pixel_values"]
         if pixels.shape != like.shape:
             shapes = f"pixel_values of shape {tuple(pixels.shape)}, images {tuple(like.shape)}"
-            raise DataError(
-                f"Perturbed images give {shapes}: switch off options that perturb images for this processor."
-            )
+            raise DataError(f"Perturbed images give {shapes}: switch off the options that perturb images.")
         return replace(self, whole={**self.tensors, name: pixels.to(like.device, like.dtype)}, parts=None)
 
     def without(self, name: str) -> "RowImages":

@@ -82,7 +82,7 @@ class Noise:
 class Rollout:
     """One rollout batch of this process, which its stages fill in.
 
-    What later stages read unchanged is set once (`_SET_ONCE`); `batch`, `signals` and `metrics` grow.
+    A stage sets its values once; `batch`, `signals` and `metrics` grow.
 
     Attributes:
         rows: rows of the data, one per completion.
@@ -151,14 +151,6 @@ class Rollout:
     with_gradient: torch.Tensor = field(init=False)
     metrics: dict[str, float] = field(default_factory=dict)
     credit: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SET_ONCE and vars(self).get(name) is not None:
-            raise AttributeError(f"Rollout.{name} is set already: a stage of a rollout is reached once.")
-        super().__setattr__(name, value)
-
-
-_SET_ONCE = {"messages", "prompts", "scores", "reference", "rewards", "kl_penalty", "selection", "with_gradient"}
 
 
 def normalise_image_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -72,9 +72,7 @@ class EngineCheck(SavedState):
         """
         self.first = distance if self.first is None else self.first
         if distance > max(self.limit, GROWTH * min(self.first, self.limit)):
-            gap = (
-                f"{distance:.3g} nats a token from the trainer's in step {step}, {self.first:.3g} in the first rollout"
-            )
+            gap = f"{distance:.3g} nats per token from the trainer's in step {step}, {self.first:.3g} at first"
             cure = "it has other weights, images or prompts, so resume with the engine started anew, or without it"
             raise EngineError(f"The engine's log-probabilities are {gap}: {cure} (engine_distance_limit 0: train on).")
         return {"engine/distance": distance}

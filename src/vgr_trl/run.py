@@ -151,7 +151,7 @@ class Measurement:
             `blind` answers without the image, `perception` perturbed images for the loss.
         vision_token_ids: placeholder tokens of images and videos.
         special_token_ids: tokens that belong to no modality.
-        views: perturbations under which completions are scored.
+        perturbations: perturbations under which completions are scored.
         row_views: name of a view of rows under which completions are scored -> its plug-in.
         teacher_top: number of the teacher's most likely tokens, for records and loss terms; 0 for loss terms: all.
         named: signals that options name, or plug-ins read.
@@ -163,7 +163,7 @@ class Measurement:
     needed: Mapping[str, str]
     vision_token_ids: tuple[int, ...] = ()
     special_token_ids: tuple[int, ...] = ()
-    views: tuple[str, ...] = ()
+    perturbations: tuple[str, ...] = ()
     row_views: Mapping[str, str] = field(default_factory=dict)
     teacher_top: int = 0
     named: tuple[NamedSignal, ...] = ()

@@ -216,7 +216,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
 
     def _plan_run(self, facts: RunFacts, measurement: Measurement) -> Run:
         """Plan prompt sharing, skipping and vision caching; join micro-batches."""
-        refuse_unfit_options(facts, measurement.views)
+        refuse_unfit_options(facts, measurement.perturbations)
         dummy_image = plan_dummy_image(facts, self.accelerator)
         features = plan_features(facts, measurement.needed, dummy_image)
         self.args, self.rows_per_pass = join_micro_batches(self.args, features, self.accelerator)

@@ -161,9 +161,7 @@ def why_not_once(base: Any) -> str | None:
 def _separate_images(arguments: Mapping[str, Any]) -> list[Images] | None:
     """Split the inputs of `get_image_features` by image or tile; return None if they cannot be separated."""
     inputs = image_inputs_of(arguments)
-    if any(isinstance(value, torch.Tensor) for name, value in arguments.items() if name not in inputs):
-        return None
-    if not inputs:
+    if not inputs or any(isinstance(arguments[name], torch.Tensor) for name in arguments.keys() - inputs.keys()):
         return None
     count = len(inputs.get("image_grid_thw", inputs.get("pixel_values", ())))
     try:

@@ -279,31 +279,28 @@ def test_prpo_and_tor_by_hand():
 
     Of four tokens the quarters of largest entropy and of largest change are the second and the first.
     """
-    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
-    nan, half = math.nan, math.log(2)
-    signals = RolloutSignals(
-        torch.zeros(2, 4), torch.tensor([[0.1, 0.9, 0.5, 0.2], [1.0, 2.0, 0.0, 0.0]]), mask,
-        dependency=torch.tensor([[math.e - 1, 0, math.e**0.5 - 1, 0], [nan] * 4]),
-        views={"add_gaussian_noise": torch.tensor([[-half, 0, 2 * half, 0], [nan] * 4]),
-               "remove_image": torch.tensor([[-2.0, 0.1, 0, 1], [nan] * 4])},
-    )  # fmt: skip
-    options = CreditOptions(credit_rules=["prpo"], plugin_options={"prpo_boost": 2.0})
-    shaped, metrics = rules.shape_advantages(torch.tensor([1.0, -1.0]), signals, options)
-    assert shaped[0].tolist() == pytest.approx([2, 1, 1.25, 1])
-    assert shaped[1, :2].tolist() == [-1, -1]  # no image
+    half = math.log(2)
+    measured = signals(
+        [[1, 1, 1, 1], [1, 1, 0, 0]],
+        entropies=[[0.1, 0.9, 0.5, 0.2], [1.0, 2.0, 0.0, 0.0]],
+        dependency=[[math.e - 1, 0, math.e**0.5 - 1, 0], [NAN] * 4],
+    )
+    measured.views["add_gaussian_noise"] = torch.tensor([[-half, 0, 2 * half, 0], [NAN] * 4])
+    measured.views["remove_image"] = torch.tensor([[-2.0, 0.1, 0, 1], [NAN] * 4])
+    credit, metrics = shaped([1.0, -1.0], measured, credit_rules=["prpo"], plugin_options={"prpo_boost": 2.0})
+    assert credit[0].tolist() == pytest.approx([2, 1, 1.25, 1])
+    assert credit[1, :2].tolist() == [-1, -1]  # no image
     assert metrics["credit/prpo/robust_dependency"] == pytest.approx((0.5 + 0.125) / 4)
-    shares = {"tor_reasoning_share": 0.25, "tor_perception_share": 0.25}
-    options = CreditOptions(credit_rules=["tor"], plugin_options=shares)
-    shaped = rules.shape_advantages(torch.tensor([1.0, -1.0]), signals, options)[0]
-    assert (shaped[0].tolist(), shaped[1, :2].tolist()) == ([0.5, 1, 0, 0], [-1, -1])
-    options.plugin_options = {"tor_reasoning_share": 0.25, "tor_perception_share": 0.5}
-    assert rules.shape_advantages(torch.ones(2), signals, options)[0][0].tolist() == [0.5, 1, 0, 0.5]
+    for share, expected in ((0.25, [0.5, 1, 0, 0]), (0.5, [0.5, 1, 0, 0.5])):
+        shares = {"tor_reasoning_share": 0.25, "tor_perception_share": share}
+        credit, _ = shaped([1.0, -1.0], measured, credit_rules=["tor"], plugin_options=shares)
+        assert (credit[0].tolist(), credit[1, :2].tolist()) == (expected, [-1, -1])
 
 
 def test_a_named_rule_that_is_not_switched_on_is_no_silence():
     options = CreditOptions(credit_rules=["trajectory_scale"])
-    signals = RolloutSignals(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 3).bool(), dependency=torch.ones(2, 3))
+    measured = signals([[1, 1, 1]] * 2, dependency=[[1.0, 1.0, 1.0]] * 2)
     with pytest.raises(ConfigError, match="check_plugins"):
-        rules.shape_advantages(torch.ones(2), signals, options)
+        rules.shape_advantages(torch.ones(2), measured, options)
     options.check_plugins()
-    assert rules.shape_advantages(torch.ones(2), signals, options)[0].shape == (2, 3)
+    assert rules.shape_advantages(torch.ones(2), measured, options)[0].shape == (2, 3)

@@ -1,10 +1,9 @@
 """Rewards of whole groups, and those made of VGR: worked cases, ties, undefined and infinite values."""
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
-from threading import Barrier
 
 import pytest
 import yaml
@@ -107,33 +106,23 @@ def above_mean(completions, value, num_generations, note=None, **kwargs):
     return [v - sum(value[s : s + num_generations]) / num_generations for v, s in zip(value, starts, strict=True)]
 
 
-def spread(sizes, columns):
-    """Rewards of each process, played by a thread, which has so many of the rows."""
-    barrier, parts = Barrier(len(sizes)), {}
-
-    def process(rank):
-        def gather(own):
-            parts[rank] = own
-            barrier.wait()
-            return [part for i in range(len(sizes)) for part in parts[i]]
-
-        rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-        own = {name: values[rows] for name, values in columns.items() if name != "note" or rank == 1}
-        return gather_groups(above_mean, gather, rank, num_generations=lambda: 4)(**own)
-
-    with ThreadPoolExecutor(len(sizes)) as pool:
-        return list(pool.map(process, range(len(sizes))))
-
-
 @pytest.mark.parametrize("sizes", [[3, 5], [8], [1, 0, 7]])
 def test_groups_that_are_spread_over_processes(sizes):
-    """Values 0 1 4 9 | 16 25 36 49 have the group means 3.5 and 31.5."""
-    columns = {"completions": [f"c{i}" for i in range(8)], "value": [i * i for i in range(8)]}
-    if sizes == [3, 5]:
-        columns["note"] = ["seen"] * 8
-    rewards = spread(sizes, columns)
-    assert list(map(len, rewards)) == sizes
+    """Values 0 1 4 9 | 16 25 36 49 have the group means 3.5 and 31.5; of two processes the second alone has notes."""
+    values, rewards = iter([0, 1, 4, 9, 16, 25, 36, 49]), []
+    parts = [(["x"] * size, {"value": list(islice(values, size))}) for size in sizes]
+    if len(sizes) == 2:
+        parts[1][1]["note"] = ["seen"] * 5
+    for rank, (completions, columns) in enumerate(parts):
+
+        def gather(own, expected=parts[rank]):
+            assert own == [expected]
+            return parts
+
+        reward = gather_groups(above_mean, gather, rank, num_generations=lambda: 4)
+        rewards.append(reward(completions, **columns))
     assert [reward for local in rewards for reward in local] == [-3.5, -2.5, 0.5, 5.5, -15.5, -6.5, 4.5, 17.5]
+    assert list(map(len, rewards)) == sizes
 
 
 def test_whole_group_rewards_that_do_not_fit():

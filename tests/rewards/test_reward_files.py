@@ -97,6 +97,8 @@ def test_sequential_form_runs_in_processes_of_its_own(written):
     assert overall(**rows) == [length + 1 for length in range(9)]
     assert len({*process(**rows), os.getpid()}) > 1
     assert overall(**rows) == load_reward(f"{file}:compute_score", files=FileOptions(arguments={"bonus": 1}))(**rows)
+    with pytest.raises(RewardError, match="A process of compute_score ended unexpectedly"):
+        overall(**rows | {"completions": ["end"] * 9})
 
 
 def test_pairs_of_reward_and_metrics(written):
@@ -168,13 +170,6 @@ def test_a_signal_to_all_processes_leaves_them_to_the_one_that_asks_and_they_end
     while any(map(runs, workers)):
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-def test_a_run_whose_process_ends_there_ends(start):
-    process = start("end", "900")
-    _, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == 1
-    assert "RewardError: A process of compute_score ended unexpectedly" in errors
 
 
 def test_one_that_hangs_is_reported_and_ends_with_its_processes_by_ctrl_c(start):

@@ -15,13 +15,13 @@ PAD = 9
 FAMILIES = ("qwen", "lfm2", "idefics")
 
 
-def rollout_of(batch, group=2, *, placement=None, rewards=None, advantages=None, signals=None) -> Rollout:
+def rollout_of(batch, *, rewards=None, advantages=None, signals=None) -> Rollout:
     batch = from_trl(batch)
     advantages = batch.advantages if advantages is None else advantages
     rewards = torch.zeros(len(advantages)) if rewards is None else rewards
     rollout = Rollout([], signals=signals)
-    rollout.batch, placement = batch, placement or Placement(len(batch), group)
-    rollout.selection = GroupSelection(placement, rewards, rewards, advantages)
+    rollout.batch = batch
+    rollout.selection = GroupSelection(Placement(len(batch), 2), rewards, rewards, advantages)
     return rollout
 
 
@@ -36,19 +36,19 @@ def write(batch, replacements, **options) -> Rollout:
 
 
 def draw_batch(
-    seed: int, images: list[int | None], *, group: int = 2, prompts: int = 5, completions: int = 4,
+    seed: int, images: list[int | None], *, prompts: int = 5, completions: int = 4,
     family: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Prompts with so many images, with `group` completions each; the longest of `prompts` and `completions` tokens."""
+    """Prompts with so many images, with two completions each; the longest of `prompts` and `completions` tokens."""
     draw = torch.Generator().manual_seed(seed)
-    rows = len(images) * group
+    rows = len(images) * 2
     lengths = torch.randint(1, completions + 1, (rows,), generator=draw)
     lengths[rows // 2] = completions
     widths = torch.randint(2, prompts + 1, (len(images),), generator=draw)
     widths[-1] = prompts
-    prompt_mask = (torch.arange(prompts) >= prompts - widths[:, None]).long().repeat_interleave(group, 0)  # (N, P)
+    prompt_mask = (torch.arange(prompts) >= prompts - widths[:, None]).long().repeat_interleave(2, 0)  # (N, P)
     completion_mask = (torch.arange(completions) < lengths[:, None]).long()  # (N, T)
-    ids = torch.randint(10, 99, (len(images), prompts), generator=draw).repeat_interleave(group, 0)
+    ids = torch.randint(10, 99, (len(images), prompts), generator=draw).repeat_interleave(2, 0)
     batch: dict[str, Any] = {
         "prompt_ids": ids.where(prompt_mask == 1, PAD),
         "prompt_mask": prompt_mask,
@@ -60,15 +60,13 @@ def draw_batch(
     }
     if family is not None:
         drawn = [one_image(family, seed * 100 + prompt, count or 0) for prompt, count in enumerate(images)]
-        parts = [part for part in drawn for _ in range(group)]
+        parts = [part for part in drawn for _ in range(2)]
         batch |= {name: _padded([part[name] for part in parts]) for name in parts[0]}  # as the processors do
-        batch["num_images"] = [count or 0 for count in images for _ in range(group)]
+        batch["num_images"] = [count or 0 for count in images for _ in range(2)]
         if family == "lfm2":
             batch["num_tiles"] = [len(part["pixel_values"]) for part in parts]
         if family == "qwen":
-            types = (
-                torch.randint(0, 2, (len(images), prompts), generator=draw).repeat_interleave(group, 0) * prompt_mask
-            )
+            types = torch.randint(0, 2, (len(images), prompts), generator=draw).repeat_interleave(2, 0) * prompt_mask
             batch["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(completion_mask)], dim=1)
     return batch
 

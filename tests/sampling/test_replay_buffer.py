@@ -4,10 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 from batches import cut, draw_batch
-from trl.trainer.utils import split_pixel_values_by_grid, split_tensor_dict, unsplit_pixel_values_by_grid
 
 from vgr_trl.advantages import priority
-from vgr_trl.batch import Placement
 from vgr_trl.sampling.replay import Group, ReplayBuffer, deal_groups
 
 
@@ -66,19 +64,14 @@ def test_frequencies_are_proportional_to_priorities():
     assert len(counts) == 6
 
 
-def filled(size: int = 4, processes: int = 1) -> list[ReplayBuffer]:
-    buffers = [ReplayBuffer(size, seed=3) for _ in range(processes)]
+def filled() -> ReplayBuffer:
+    buffer = ReplayBuffer(4, seed=3)
     for step in range(2):
-        batch = draw_batch(step, [1, 2, 1, 1], family="qwen")
         rewards = torch.tensor([0.0, 1, 0, 2, 0, 3, 0, 4]) + step
-        per_process = 8 // processes
-        for process, buffer in enumerate(buffers):
-            parts = split_tensor_dict(split_pixel_values_by_grid(batch), processes)
-            local = unsplit_pixel_values_by_grid(parts[process])
-            placement = Placement(per_process, 2, process, processes)
-            for found in cut(local, range(4), placement=placement, rewards=rewards, advantages=rewards - 1):
-                buffer.add(replace(found, step=step))
-    return buffers
+        batch = draw_batch(step, [1, 2, 1, 1], family="qwen")
+        for cut_group in cut(batch, range(4), rewards=rewards, advantages=rewards - 1):
+            buffer.add(replace(cut_group, step=step))
+    return buffer
 
 
 def content(found: Group) -> dict:
@@ -95,13 +88,13 @@ def nbytes(buffer: ReplayBuffer) -> int:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1), (2, 4)])
 def test_any_number_of_processes_continues_from_files_that_hold_only_weights(before, after, tmp_path):
-    (alone,), saving, states = filled(), filled(processes=before), []
-    for buffer in (alone, *saving):
-        buffer.advance(5)
-        buffer.sample(2)
-    for buffer in saving:
-        torch.save(buffer.state_dict(), tmp_path / "buffer.pt")
-        assert (tmp_path / "buffer.pt").stat().st_size < 2 * nbytes(buffer) + 40_000
+    alone, states = filled(), []
+    alone.advance(5)
+    alone.sample(2)
+    for process in range(before):
+        saved = deal_groups([alone.state_dict()], process, before)
+        torch.save(saved, tmp_path / "buffer.pt")
+        assert (tmp_path / "buffer.pt").stat().st_size < 2 * nbytes(alone) / before + 40_000
         states.append(torch.load(tmp_path / "buffer.pt", weights_only=True))
     buffers = [ReplayBuffer(4, seed=77) for _ in range(after)]
     for process, buffer in enumerate(buffers):

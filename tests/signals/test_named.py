@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vgr_trl.config import MeasureOptions
+from vgr_trl.errors import ConfigError
 from vgr_trl.signals import AttentionMass, named
 from vgr_trl.signals.ratios import measure_segments
 
@@ -45,6 +46,8 @@ def test_three_layers():
     assert measure_segments(mass(), "ends", 2.0)["late"][0, 0].item() == pytest.approx(2 / 3)
     assert measure_segments(mass(), "thirds", 4.0)["early"][0, 3].item() == pytest.approx(0.5)
     assert list(measure_segments(mass(num_layers=2), "thirds", 2.0)) == ["all"]
+    with pytest.raises(ConfigError):
+        measure_segments(mass(), "thirds", 1.0)
 
 
 def test_late_segment_for_rewards_and_every_one_in_the_table():

@@ -5,7 +5,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vgr_trl.data.images import boxes_of
 from vgr_trl.errors import DataError
-from vgr_trl.views.regions import boxes_in_pixels, select_region, token_shares
+from vgr_trl.views.regions import select_region, token_shares
 
 WITH_PIXELS = ["qwen2_5_vl", "gemma3", "internvl", "idefics3"]
 
@@ -61,17 +61,8 @@ def test_at_least_half_of_a_token_or_the_one_with_most():
     assert select_region(torch.zeros(3)).tolist() == [False] * 3
 
 
-@pytest.mark.parametrize(
-    ("row", "boxes"),
-    [
-        ({"bbox": [0.1, 0.2, 0.5, 0.6]}, [(0.1, 0.2, 0.5, 0.6)]),
-        ({"regions": [[10, 5, 30, 10]]}, [(0.1, 0.1, 0.4, 0.3)]),
-        ({"regions": [[0.1, 0.1, 0.3, 0.2], [10, 5, 30, 10]]}, [(0.001, 0.002, 0.004, 0.006), (0.1, 0.1, 0.4, 0.3)]),
-        ({"bbox": [], "regions": None}, []),
-    ],
-)
-def test_boxes_of_rows(row, boxes):
-    assert boxes_of(row, (100, 50)) == [pytest.approx(box) for box in boxes]
-    assert boxes_in_pixels([(0.1, 0.2, 0.5, 0.6)], (100, 50)) == [(10, 10, 40, 20)]
+def test_one_box_in_pixels_says_that_all_are():
+    boxes = boxes_of({"regions": [[0.1, 0.1, 0.3, 0.2], [10, 5, 30, 10]]}, (100, 50))
+    assert boxes == [pytest.approx((0.001, 0.002, 0.004, 0.006)), pytest.approx((0.1, 0.1, 0.4, 0.3))]
     with pytest.raises(DataError):
         boxes_of({"bbox": [0.5, 0, 0.4, 1]}, (100, 50))

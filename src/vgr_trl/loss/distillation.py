@@ -2,22 +2,18 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from vgr_trl.loss.kl import over_positions
+from vgr_trl.loss.terms import TermInputs
 from vgr_trl.options import Checked, option
 from vgr_trl.registries import declares, loss_terms
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.ratios import bounded
 from vgr_trl.signals.scoring import Head, rest_of
-
-if TYPE_CHECKING:  # verl and EasyR1 read this file without TRL
-    pass
-
-from vgr_trl.loss.kl import over_positions
-from vgr_trl.loss.terms import TermInputs
 
 DivergenceKind = Literal["jensen_shannon", "forward", "reverse"]
 
@@ -76,10 +72,8 @@ class TeacherDivergenceOptions(Checked):
 @declares(needs=("hidden", "teacher_top"), options=TeacherDivergenceOptions)
 def teacher_divergence_term(passed: TermInputs, options: TeacherDivergenceOptions) -> Tensor:
     """Return the weighted divergence of every token (N, T) from its teacher; 0 for rows without the view."""
-    teacher_logps, (ids, teacher) = (
-        cast("Tensor", passed.teacher_logps),
-        cast("tuple[Tensor, Tensor]", passed.teacher_top),
-    )
+    teacher_logps = cast("Tensor", passed.teacher_logps)
+    ids, teacher = cast("tuple[Tensor, Tensor]", passed.teacher_top)
     known = passed.loss_mask & ~teacher_logps.isnan()
     head = Head(causal_model(cast("nn.Module", passed.model)))
 

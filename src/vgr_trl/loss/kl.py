@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Partial
 from vgr_trl.checkpoints import SavedState
 from vgr_trl.config import KLKind
 from vgr_trl.errors import ConfigError, DataError
-from vgr_trl.metrics.step_metrics import Totals
+from vgr_trl.loss.terms import TermInputs
+from vgr_trl.metrics.step_metrics import Totals, k3
 from vgr_trl.sharing.model_support import causal_model
 from vgr_trl.signals.ratios import bounded
 from vgr_trl.signals.scoring import Head, Scores
@@ -23,8 +24,6 @@ from vgr_trl.signals.scoring import Head, Scores
 if TYPE_CHECKING:  # verl and EasyR1 read this file without TRL
     from vgr_trl.dapo_config import DAPOConfig
     from vgr_trl.rollout import Rollout
-
-from vgr_trl.loss.terms import TermInputs
 
 KINDS = get_args(KLKind)
 _LARGEST = 10.0  # largest value of `low_var_kl`
@@ -69,8 +68,7 @@ def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str = "low_var_kl") -> Te
         return torch.where(size < _ROUNDING, size.detach(), size)
     if kind == "mse":
         return 0.5 * difference.square()
-    difference = difference.clamp(-_LARGEST_DIFFERENCE, _LARGEST_DIFFERENCE)
-    return (torch.exp(-difference) + difference - 1).clamp(max=_LARGEST)
+    return k3(-difference.clamp(-_LARGEST_DIFFERENCE, _LARGEST_DIFFERENCE)).clamp(max=_LARGEST)
 
 
 class AdaptiveKLController:
@@ -245,9 +243,8 @@ class KLControl(SavedState):
         self.args, self.accelerator, self.full = args, accelerator, full
         self.in_loss = args.has_kl_loss
         self.is_adaptive = args.kl_coef > 0 and args.kl_type == "adaptive"
-        self.controller: AdaptiveKLController = FixedKLController(args.kl_coef)
-        if self.is_adaptive:
-            self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+        horizon = args.kl_horizon if self.is_adaptive else math.inf
+        self.controller = AdaptiveKLController(args.kl_coef, args.kl_target, horizon)
         self._totals, self._completions = Totals(), 0  # both count from the last update
 
     @torch.no_grad()

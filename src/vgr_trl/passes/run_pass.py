@@ -28,7 +28,6 @@ from vgr_trl.sharing.model_support import (
 from vgr_trl.sharing.prefix_split import check_inputs, find_split, is_image_token, round_up_to_groups
 from vgr_trl.sharing.row import PackedRow, lay_out, run_row
 from vgr_trl.signals.scoring import (
-    Computed,
     Purpose,
     Scores,
     Want,
@@ -259,15 +258,18 @@ def run_pass(run: Run, model: nn.Module, batch: Batch, want: Want, *, purpose: P
     return replace(scores, values=scores.logps) if purpose is Purpose.CRITIC else scores  # its head returns values
 
 
-def _compute(run: Run, has_rows: bool, model: nn.Module, batch: Batch, want: Want) -> Computed:
+def _compute(run: Run, has_rows: bool, model: nn.Module, batch: Batch, want: Want) -> Scores:
     """Run one call of the model: over a row, or by TRL's method where there is none."""
     laid = _try_row(run, model, batch, want.tokens) if has_rows else None
     length = batch.length
+    logps: Any
     if laid is None:
         reading: Any = read_hidden_states(model, length) if want.reads_states else nullcontext()
         with reading as read:
             outputs = run.plain_pass(model, batch, compute_entropy=want.entropies, compute_aux_loss=want.router_loss)
-        return Computed(*outputs, hidden=read[0] if read else None, rows_run=len(batch))
+        logps, entropies, router_loss = outputs
+        hidden = read[0] if read else None
+        return Scores(logps, batch.valid, entropies, hidden, router_loss=router_loss, rows_run=len(batch))
     row, call = laid
     scored = batch.completion_mask.bool() if want.tokens is None else want.tokens  # (N, T)
     tokens = batch.completion_ids[scored].unsqueeze(0)  # (1, K)
@@ -288,14 +290,14 @@ def _compute(run: Run, has_rows: bool, model: nn.Module, batch: Batch, want: Wan
         outputs = run_row(model, base, row, call | labels)
     if run.trains:
         run.sharing.add(len(row.batch_rows), len(row.prompts))
-    logps: Any
     logps, entropies = (
         None if values is None else values.new_zeros(scored.shape).masked_scatter(scored.to(values.device), values)
         for values in (outputs.log_probs, outputs.entropy)
     )
     hidden = states[0][0, row.predicting_places(length).clamp(min=0)] if want.reads_states else None  # (N, T, D)
     entropies = entropies if want.entropies else None
-    return Computed(logps, entropies, hidden=hidden, scored=want.tokens, rows_run=len(row.batch_rows))
+    mask = batch.valid if want.tokens is None else want.tokens
+    return Scores(logps, mask, entropies, hidden, rows_run=len(row.batch_rows))
 
 
 def _try_row(

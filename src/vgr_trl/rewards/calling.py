@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vgr_trl.errors import ConfigError, RewardError, VGRError, error_text
 from vgr_trl.rewards.answers import completion_text, excerpt, usable_solution
-from vgr_trl.rewards.functions import (
-    WholeGroups,
-    accuracy_reward,
-    blind_accuracy_reward,
-    tool_reward,
-    unwrap_reward,
-)
+from vgr_trl.rewards.functions import WholeGroups, accuracy_reward, blind_accuracy_reward, tool_reward, unwrap_reward
 
 if TYPE_CHECKING:  # data and command lines read rewards without torch
     from torch import Tensor

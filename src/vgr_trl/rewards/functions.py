@@ -287,7 +287,7 @@ class WholeGroups:
     num_generations: int | Callable[[], int] | None = None
 
     def __post_init__(self) -> None:
-        self.__name__ = str(getattr(self.reward, "__name__", None) or unwrap_reward(self.reward).__name__)
+        self.__name__ = str(unwrap_reward(self.reward).__name__)
         self.required, self.optional = needed_columns(self.reward) or ((), ())
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
@@ -333,8 +333,6 @@ def group_size(count: int, num_generations: Any) -> int:
         RewardError: the completions are not whole groups.
     """
     sizes = {num_generations} if isinstance(num_generations, int | None) else {*num_generations}
-    if not count and not sizes:
-        return 1
     size = int(sizes.pop() or 0) if len(sizes) == 1 else 0
     if size < 1 or count % size:
         there = f"There are {count} completions over all processes with num_generations {num_generations}"
@@ -420,11 +418,8 @@ def compute_hard_negative_rewards(
     def score_group(rows: range) -> list[float | None]:
         right = [row for row in rows if accuracy[row] == 1]
         ranks = dict(zip(right, _rank_group([vgr[row] for row in right]), strict=True))
-        rewards: list[float | None] = []
-        for row in rows:
-            rank = ranks.get(row, 0.5 if accuracy[row] is not None else None)
-            rewards.append(None if rank is None else (rank - 0.5) * (len(right) > 1))
-        return rewards
+        ranked = (ranks.get(row, None if accuracy[row] is None else 0.5) for row in rows)
+        return [None if rank is None else (rank - 0.5) * (len(right) > 1) for rank in ranked]
 
     return _map_groups(len(vgr), num_generations, score_group)
 

@@ -1,7 +1,6 @@
 """Load rewards by name or path, and call reward files of EasyR1."""
 
 import inspect
-import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,13 +16,7 @@ from vgr_trl.errors import RewardError
 from vgr_trl.processes import kill_workers, pool
 from vgr_trl.rewards.answers import completion_text, excerpt
 from vgr_trl.rewards.calling import reward_name
-from vgr_trl.rewards.functions import (
-    get_soft_overlong_punishment,
-    vgr_hard_negative_reward,
-    vgr_reward,
-)
-
-logger = logging.getLogger(__name__)
+from vgr_trl.rewards.functions import get_soft_overlong_punishment, vgr_hard_negative_reward, vgr_reward
 
 # Reward files of EasyR1 and MTRL: one call returns several scores, each of which can be a reward.
 

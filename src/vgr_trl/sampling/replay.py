@@ -354,7 +354,7 @@ class Replay(ReplayBuffer, SavedState):
             "use_vllm": args.use_vllm and args.vllm_importance_sampling_correction,
         }
         rules = [short_name(rule) for rule in active_rules(args)]
-        needed = [*measurement.needed, *sorted(measurement.term_needs), *measurement.views]
+        needed = [*measurement.needed, *sorted(measurement.term_needs), *measurement.perturbations]
         return [*(name for name, is_on in options.items() if is_on), *needed, *rules]
 
     def _why_unusable(self, state: Mapping[str, Any]) -> str | None:

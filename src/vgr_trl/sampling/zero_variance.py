@@ -120,12 +120,11 @@ class GroupSelector:
             weights: (F,), weights of the reward functions.
         """
         first = rounds[0].selection
+        processes = self.run.accelerator.num_processes
         missing, chosen, generated = list(first.dropped), Chosen(), 0
         if missing:
             prompts.begin(rounds[0].rows, first.placement)
-        with merge_round_metrics(
-            self.metrics, self.table, first.placement.rows, self.run.accelerator.num_processes
-        ) as completions:
+        with merge_round_metrics(self.metrics, self.table, first.placement.rows, processes) as completions:
             while missing and len(rounds) <= self.run.args.dynamic_sampling_max_rounds:
                 rows, count = prompts.draw(len(missing), first.placement)
                 if not rows:

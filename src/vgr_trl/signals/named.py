@@ -44,8 +44,8 @@ class RolloutSignals:
         extra: name -> (N, T) float32, named signals; NaN where undefined.
         similarity: (N, T) float32 in [-1, 1], similarity of the hidden state that emits a token to the hidden states of
             the image; NaN without an image, None if it was not measured.
-        views: name of a perturbation -> (N, T) float32, log-probabilities of the tokens given the perturbed images; NaN
-            without an image.
+        views: name of a perturbation, or of a view of rows -> (N, T) float32, log-probabilities of the tokens given the
+            other images; NaN without an image, or without the view.
         jsd: (N, T) float32 in [0, ln 2], Jensen-Shannon divergence between the next-token distributions given the image
             and given the perturbed image; NaN without an image, None if it was not measured.
         perturbed_entropies: (N, T) float32, in nats, entropies of the distributions given the perturbed image; NaN

@@ -88,7 +88,7 @@ def blacken_patches(image: Image.Image, *, patch_size: int = 14, black_prob: flo
         black_prob: probability that a square is blackened, in [0, 1].
         seed: seed of the random generator, at least 0.
     """
-    side = min(patch_size, max(*image.size, 1))
+    side = min(patch_size, max(image.size))
     rows, columns = math.ceil(image.height / side), math.ceil(image.width / side)
     black = np.random.default_rng(seed).random((rows, columns)) < black_prob
     return _paint(image, black.repeat(side, 0).repeat(side, 1)[: image.height, : image.width], 0)
@@ -114,8 +114,6 @@ def gaussian_blur(image: Image.Image, *, radius: float = 6.0) -> Image.Image:
         image: PIL image.
         radius: standard deviation of the Gaussian in pixels, in [0, 1e6].
     """
-    if not radius:
-        return image.copy()
     return _change_colours(image, lambda colours: colours.filter(ImageFilter.GaussianBlur(radius)))
 
 
@@ -154,8 +152,6 @@ def crop_image(image: Image.Image, *, share: float = 0.5, seed: int) -> Image.Im
         share: share of the area that is kept, in (0, 1].
         seed: seed of the random generator, at least 0.
     """
-    if not min(image.size):
-        return image.copy()
     wide, high = (max(1, round(side * math.sqrt(share))) for side in image.size)
     generator = np.random.default_rng(seed)
     left = int(generator.integers(image.width - wide + 1))
@@ -223,10 +219,8 @@ def compress_jpeg(image: Image.Image, *, quality: int = 10) -> Image.Image:
 
 
 def _change_colours(image: Image.Image, change: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """Return the image with changed colours, given as an image of mode L or RGB; a copy if it has no pixel."""
+    """Return the image with changed colours, given as an image of mode L or RGB."""
     colours, opacity = _split_opacity(image)
-    if not colours.size:
-        return image.copy()
     return _build_image(np.asarray(change(Image.fromarray(colours))), opacity, image)
 
 

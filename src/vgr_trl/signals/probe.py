@@ -170,7 +170,7 @@ class AttentionProbe(_Probe):
 
     @property
     def kept(self) -> dict[int, torch.Tensor]:
-        """PackedRow -> attention over its vision tokens, (L, T, V) float32, for `keep_rows` and `keep_layers`."""
+        """Row -> attention over its vision tokens, (L, T, V) float32, for `keep_rows` and `keep_layers`."""
         self.plan.check_complete()
         layers = sorted(self._kept_layers & set(self._masses))
         picks = self.plan.picks
@@ -277,8 +277,17 @@ class AttentionCall:
             queries: T' of the Q queries, to measure.
             rows: the B' of the B rows to measure.
         """
-        width = self.key.size(-1)  # fused kernels require values as wide as keys
-        return torch.cat([self._run_with_sets(part, queries, rows) for part in sets.split(width, dim=-1)], dim=-1)
+        key, query = self.key, self.query
+        if self.packed:
+            return self._attend(query, key, sets, self.options)[rows, queries.index]
+        flash = "flash" in self.module.config._attn_implementation
+        # Causal kernels align the last query with the last key, so the keys end at the last query's position.
+        last = queries.stop if self._is_causal() else query.size(2)
+        stop = key.size(2) - query.size(2) + last
+        chosen = slice(queries.first, last) if flash else queries.index  # flash attention takes consecutive queries
+        options = self._select_options(chosen, stop, rows, flash)
+        mass = self._attend(query[rows, :, chosen], key[rows, :, :stop], sets[:, :stop], options)
+        return mass[:, queries.index - queries.first] if flash else mass
 
     def mass_in_row(self, sets: torch.Tensor, row: PackedRow, places: torch.Tensor | None = None) -> torch.Tensor:
         """Return the attention that all tokens in a row pay to sets of keys, averaged over heads, (L', C) float32.
@@ -289,36 +298,22 @@ class AttentionCall:
             places: (L',) tokens of this call's row that stand in `row`; None: all.
         """
         query, key = (states if places is None else states[:, :, places] for states in (self.query, self.key))
-        options, masses = {**self.options, "dropout": 0.0, ROW: row}, list[torch.Tensor]()
+        return self._attend(query, key, sets.unsqueeze(0), {**self.options, ROW: row})[0]
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, sets: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Call the function with sets of keys, (B, K, C), as values; return the mean over heads, (B, Q, C) float32."""
+        options, masses = {**options, "dropout": 0.0}, list[torch.Tensor]()
         mask = options.pop("attention_mask", None)
         for part in sets.split(key.size(-1), dim=-1):  # fused kernels require values as wide as keys
-            values = torch.nn.functional.pad(part.to(key.dtype), (0, key.size(-1) - part.size(-1)))
-            values = values.expand(1, key.size(1), -1, -1)
-            outputs, _ = self.function(self.module, query, key, values, mask, **options)  # (1, L', H, D)
-            masses.append(outputs[0, ..., : part.size(-1)].mean(1, dtype=torch.float32))
+            values = part.to(key.dtype)
+            if (missing := key.size(-1) - part.size(-1)) > 0:
+                values = nn.functional.pad(values, (0, missing))
+            values = values.unsqueeze(1).expand(-1, key.size(1), -1, -1)
+            outputs, _ = self.function(self.module, query, key, values, mask, **options)  # (B, Q, H, D)
+            masses.append(outputs[..., : part.size(-1)].mean(2, dtype=torch.float32))
         return torch.cat(masses, dim=-1)
-
-    def _run_with_sets(self, sets: torch.Tensor, queries: Queries, rows: slice) -> torch.Tensor:
-        """Run the function with at most D sets as values; return (B', T', C)."""
-        key, query, options = self.key, self.query, {**self.options, "dropout": 0.0}
-        flash = "flash" in self.module.config._attn_implementation
-        if not self.packed:
-            # Causal kernels align the last query with the last key, so the keys end at the last query's position.
-            last = queries.stop if self._is_causal() else query.size(2)
-            stop = key.size(2) - query.size(2) + last
-            chosen = slice(queries.first, last) if flash else queries.index  # flash attention takes consecutive queries
-            key, query, sets = key[rows, :, :stop], query[rows, :, chosen], sets[:, :stop]
-            options = self._select_options(chosen, stop, rows, flash)
-        values = sets.to(key.dtype)
-        if (missing := key.size(-1) - sets.size(-1)) > 0:
-            values = torch.nn.functional.pad(values, (0, missing))  # (B', K', D)
-        values = values.unsqueeze(1).expand(-1, key.size(1), -1, -1)
-        mask = options.pop("attention_mask", None)
-        outputs, _ = self.function(self.module, query, key, values, mask, **options)  # (B', T' or more, H, D)
-        mass: torch.Tensor = outputs[..., : sets.size(-1)].mean(2, dtype=torch.float32)
-        if self.packed:
-            return mass[rows, queries.index]
-        return mass[:, queries.index - queries.first] if flash else mass
 
     def _select_options(self, chosen: slice | torch.Tensor, stop: int, rows: slice, flash: bool) -> dict[str, Any]:
         """Return the arguments of the call for some rows and queries.
@@ -344,7 +339,7 @@ class AttentionCall:
             kept["attention_mask"] = (position.unsqueeze(1) >= torch.arange(stop, device=device))[None, None]
         elif mask is not None and mask.ndim == 2:
             kept["attention_mask"] = mask[rows, :stop]
-        return {**kept, "dropout": 0.0}
+        return kept
 
     def _is_causal(self) -> bool:
         """Whether the kernel itself hides later keys from each query; a mask may do so otherwise."""
@@ -464,15 +459,11 @@ class SimilarityProbe(ExitStack):
             shapes = f"{tuple(states.shape)} instead of {shape}"
             raise ConfigError(f"The hidden states have the shape {shapes}: give another hidden_similarity_layer.")
         positions, values = current.emitting.index.to(states.device), []
-        for row in range(current.rows.start, current.rows.stop):
+        for index, row in enumerate(range(current.rows.start, current.rows.stop)):
+            of_row = states[index] if current.row is None else states[0][current.row.table[index]]  # (S, D)
             vision = self.vision[row].nonzero().flatten().to(states.device)
-            if current.row is None:
-                emitting, image = states[row - current.rows.start][positions], states[row - current.rows.start][vision]
-            else:
-                places = current.row.table[row - current.rows.start]
-                emitting, image = states[0][places[positions]], states[0][places[vision]]
             seen = None if self._seen is None else self._seen[row].to(states.device)[positions]
-            values.append(cosine_similarity(emitting, image, self.over, seen))
+            values.append(cosine_similarity(of_row[positions], of_row[vision], self.over, seen))
         self._similarities.append((current.rows, torch.stack(values)))
 
 

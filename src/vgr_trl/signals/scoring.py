@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -123,37 +122,11 @@ class Scores:
     rows_run: int = 0
 
 
-class Computed(NamedTuple):
-    """Result of one call of a model.
-
-    Attributes:
-        logps: (N, T), log-probabilities of the tokens.
-        entropies: (N, T), in nats; None: not wanted.
-        router_loss: scalar, load-balancing loss; None: not wanted.
-        hidden: (N, T, D), hidden states at the predicting positions; None: not read.
-        scored: (N, T) bool, positions that were scored; None: all valid tokens.
-        rows_run: number of rows that ran.
-    """
-
-    logps: Tensor
-    entropies: Tensor | None = None
-    router_loss: Tensor | None = None
-    hidden: Tensor | None = None
-    scored: Tensor | None = None
-    rows_run: int = 0
-
-
-Compute = Callable[[nn.Module, Batch, Want], Computed]
+Compute = Callable[[nn.Module, Batch, Want], Scores]
 
 
 def score_in_chunks(
-    model: nn.Module,
-    batch: Batch,
-    want: Want,
-    *,
-    compute: Compute | None = None,
-    rows_per_pass: int | None = None,
-    temperature: float = 1.0,
+    model: nn.Module, batch: Batch, want: Want, compute: Compute, rows_per_pass: int | None = None
 ) -> Scores:
     """Score completions in chunks, and measure all wanted quantities in the same passes.
 
@@ -162,9 +135,8 @@ def score_in_chunks(
         batch: completions; several chunks need `num_images`. Tokens of tools do not count; their images are vision and
             their texts instruction.
         want: quantities to return beside log-probabilities.
-        compute: runs one call of the model. None: the base model runs, and `Head` scores its hidden states.
+        compute: runs one call of the model; hidden states that it returns are dropped unless they are wanted.
         rows_per_pass: rows of a chunk; None: all.
-        temperature: logits are divided by it, where `compute` is None.
 
     Raises:
         DataError: pixel inputs cannot be assigned to the rows of a chunk.
@@ -173,43 +145,39 @@ def score_in_chunks(
     count = len(batch)
     step = rows_per_pass or count
     chunks = [range(start, min(start + step, count)) for start in range(0, count, step)]
-    parts = [_score_chunk(model, batch, want, rows, compute, temperature) for rows in chunks]
+    parts = [_score_chunk(model, batch, want, rows, compute) for rows in chunks]
     return parts[0] if len(parts) == 1 else _join(parts)
 
 
-def _score_chunk(
-    model: nn.Module, batch: Batch, want: Want, rows: range, compute: Compute | None, temperature: float
-) -> Scores:
+def _score_chunk(model: nn.Module, batch: Batch, want: Want, rows: range, compute: Compute) -> Scores:
     batch = batch.take(rows)
     probe, similar = _build_probes(model, batch, want.attention, rows)
     with ExitStack() as stack:
         for block in (probe, similar):
             stack.enter_context(block or nullcontext())
-        compute = compute or partial(_compute_by_base, temperature)
-        computed = compute(model, batch, want)
-    hidden: Any = computed.hidden
-    mask = batch.valid if computed.scored is None else computed.scored
-    scores: dict[str, Any] = {"entropies": computed.entropies, "router_loss": computed.router_loss}
-    scores |= {"hidden": hidden if want.hidden else None, "similarity": similar and similar.similarity}
+        scores = compute(model, batch, want)
+    hidden: Any = scores.hidden
+    more: dict[str, Any] = {"hidden": hidden if want.hidden else None, "similarity": similar and similar.similarity}
     if want.values is not None:
-        scores["values"] = want.values(hidden.detach())
+        more["values"] = want.values(hidden.detach())
     if probe is not None:
         seen = {} if batch.by_policy is None else _count_seen(probe.sets, batch.length)
-        scores["attention"] = replace(probe.mass, mask=mask, **seen)
+        more["attention"] = replace(probe.mass, mask=scores.mask, **seen)
         if want.attention is not None and want.attention.per_image:
-            scores["per_image"] = _measure_images(probe, mask, want.attention.keep_layers, batch.images.num_images)
-        scores["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
-        scores["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
-    return Scores(computed.logps, mask, **scores, rows_run=computed.rows_run)
+            layers, num_images = want.attention.keep_layers, batch.images.num_images
+            more["per_image"] = _measure_images(probe, scores.mask, layers, num_images)
+        more["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
+        more["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
+    return replace(scores, **more)
 
 
-def _compute_by_base(temperature: float, model: nn.Module, batch: Batch, want: Want) -> Computed:
-    """Run the base model, and score its hidden states with `Head`."""
+def compute_by_base(temperature: float, model: nn.Module, batch: Batch, want: Want) -> Scores:
+    """Run the base model, and score its hidden states with `Head`; logits are divided by `temperature`."""
     causal = causal_model(model)
     with read_hidden_states(model, batch.length) as states:
         causal.base_model(**batch.model_inputs, use_cache=False)
     logps, entropies = Head(causal).score(states[0], batch.completion_ids, batch.completion_mask.bool(), temperature)
-    return Computed(logps, entropies if want.entropies else None, hidden=states[0], rows_run=len(batch))
+    return Scores(logps, batch.valid, entropies if want.entropies else None, states[0], rows_run=len(batch))
 
 
 def _build_probes(
@@ -279,12 +247,11 @@ _JOIN: Mapping[type, Callable[[list[Any]], Any]] = {
 
 def _join(parts: Sequence[Scores]) -> Scores:
     """Concatenate the scores of chunks that were scored with the same `Want`."""
-    columns = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
-    wanted = {name: values for name, values in columns.items() if values[0] is not None}
     joined: dict[str, Any] = {}
-    for name, values in wanted.items():
-        join = next(join for kind, join in _JOIN.items() if isinstance(values[0], kind))
-        joined[name] = join(values)
+    for name, first in vars(parts[0]).items():
+        if first is not None:
+            join = next(join for kind, join in _JOIN.items() if isinstance(first, kind))
+            joined[name] = join([vars(part)[name] for part in parts])
     return Scores(**joined)
 
 

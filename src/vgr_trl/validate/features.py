@@ -304,7 +304,7 @@ def plan_measurement(facts: RunFacts) -> Measurement:
     named = named_signals(args, [*read, *["teacher_gap"] * (args.teacher_view is not None)])
     if any(signal.name == "stability" for signal in named) and not args.further_perturbations:
         raise ConfigError("The signal stability compares at least two perturbations: add further_perturbations.")
-    views, of_rows = tuple(args.read_views("dependency" in needed)), args.row_views
+    perturbations = tuple(args.read_perturbations("dependency" in needed))
     top = int(args.teacher_view is not None and args.rollout_log_steps > 0 and not facts.is_sharded)
     top = args.teacher_top_k if "teacher_top" in needed else top
     layers = count_attention_layers(model) if "attention" in needed else 0
@@ -313,8 +313,8 @@ def plan_measurement(facts: RunFacts) -> Measurement:
         needed,
         ids,
         tuple(special_token_ids(facts.processor)),
-        views,
-        of_rows,
+        perturbations,
+        args.row_views,
         top,
         named,
         layers,

@@ -40,21 +40,20 @@ Top = tuple[torch.Tensor, torch.Tensor]  # a teacher's likeliest tokens, (N, T, 
 Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
 
 
-def perturb_prompts(prompts: Sequence[Any], indices: Sequence[int], perturb: Perturb) -> tuple[list[Any], list[int]]:
-    """Perturb the images of each distinct prompt once.
+def perturb_prompts(prompts: Sequence[Any], numbers: Sequence[int], perturb: Perturb) -> list[Any]:
+    """Return the prompt of each row with perturbed images; the images of each distinct prompt are perturbed once.
 
     Args:
         prompts: one prompt per row, a conversation whose image parts hold the images, or a text.
-        indices: one number per row; rows with the same perturbed images share it, over all processes, and have the
+        numbers: one number per row; rows with the same perturbed images share it, over all processes, and have the
             same prompt.
         perturb: returns the perturbed images of a conversation.
-
-    Returns:
-        The distinct prompts, perturbed, and for every row the place of its prompt among them.
     """
-    distinct = dict(zip(indices, prompts, strict=True))
-    perturbed = [replace_images(prompt, perturb(images_in(prompt), index=index)) for index, prompt in distinct.items()]
-    return perturbed, [*map([*distinct].index, indices)]
+    distinct = dict(zip(numbers, prompts, strict=True))
+    perturbed = {
+        number: replace_images(prompt, perturb(images_in(prompt), index=number)) for number, prompt in distinct.items()
+    }
+    return [perturbed[number] for number in numbers]
 
 
 def images_in(prompt: Any) -> list[Any]:
@@ -87,12 +86,12 @@ def replace_images(prompt: Any, images: Sequence[Any]) -> Any:
     return messages
 
 
-def _show(prompt: Any, seen: Seen | None) -> Any:
+def _show(prompt: Any, view: Seen | None) -> Any:
     """Return a conversation with the images of a view, and its text as the last paragraph; None: as it is."""
-    prompt = prompt if seen is None else replace_images(prompt, seen.images)
-    if seen is None or not seen.text:
+    prompt = prompt if view is None else replace_images(prompt, view.images)
+    if view is None or not view.text:
         return prompt
-    content, paragraph = prompt[-1]["content"], f"\n\n{seen.text}"
+    content, paragraph = prompt[-1]["content"], f"\n\n{view.text}"
     content = content + paragraph if isinstance(content, str) else [*content, {"type": "text", "text": paragraph}]
     return [*prompt[:-1], {**prompt[-1], "content": content}]
 
@@ -155,12 +154,12 @@ def score_perturbed(run: Run, rollout: Rollout) -> None:
         pixels = _batch_under(run.args.perturbation, run, rollout, every).images.tensors.get("pixel_values")
         if pixels is not None:
             rollout.batch = batch = replace(batch, images=batch.images.with_pixels(pixels, PERTURBED))
-    if not (measurement.views or measurement.row_views):
+    if not (measurement.perturbations or measurement.row_views):
         return
     rollout.signals = signals = rollout.signals or build_unmeasured_signals(batch.valid)
     size = round_up_to_groups(run.rows_per_chunk, run.completions_per_prompt)
     chunks = [every[start : start + size] for start in every[::size]]
-    if measurement.views:
+    if measurement.perturbations:
         _score_perturbations(run, rollout, chunks)
     totals, tops = Totals(), dict[str, Top | None]()
     for name in measurement.row_views:
@@ -183,15 +182,15 @@ def _keep_teacher(run: Run, rollout: Rollout, tops: Mapping[str, Top | None]) ->
         views[TEACHER] = torch.where(within, views.pop(DESCRIBER), views[TEACHER])
         if top is not None:
             both = zip(cast("Top", tops[DESCRIBER]), top, strict=True)
-            ids, logps = (torch.where(within.unsqueeze(-1), other, own) for other, own in both)
+            ids, logps = (torch.where(within.unsqueeze(-1), *of_teachers) for of_teachers in both)
             top = ids, logps
     rollout.teacher_top = top
     if run.measurement.term_needs & {"teacher", "teacher_top"}:
-        named = zip(
-            ("teacher_top_ids", "teacher_top_logps"), (top or ()) * run.measurement.needs("teacher_top"), strict=False
-        )
-        columns = {column: each.transpose(1, 2).contiguous() for column, each in named}  # the tokens last
-        rollout.batch = rollout.batch.with_columns(teacher_logps=views[TEACHER], **columns)
+        columns = {"teacher_logps": views[TEACHER]}
+        if top is not None and run.measurement.needs("teacher_top"):
+            ids, logps = (values.transpose(1, 2).contiguous() for values in top)  # the tokens last
+            columns |= {"teacher_top_ids": ids, "teacher_top_logps": logps}
+        rollout.batch = rollout.batch.with_columns(**columns)
 
 
 def _description_length(run: Run, ids: list[int]) -> int:
@@ -208,34 +207,30 @@ def _score_perturbations(run: Run, rollout: Rollout, chunks: Sequence[range]) ->
     """Score a rollout under all perturbations, some rows at a time; set what its signals say about them."""
     args, measurement, parts = run.args, run.measurement, list[Scores]()
     signals, want = cast("RolloutSignals", rollout.signals), Want(hidden=measurement.needs("shift"))
+    names = measurement.perturbations
     for rows in chunks:
-        batch = join_batches(
-            [_batch_under(name, run, rollout, rows) for name in measurement.views],
-            pad_token_id=run.tokenizer.pad_token_id,
-        )
+        batches = [_batch_under(name, run, rollout, rows) for name in names]
+        batch = join_batches(batches, pad_token_id=run.tokenizer.pad_token_id)
         parts.append(score(run, batch, want, purpose=Purpose.VIEW))
-    logps = torch.cat([part.logps.unflatten(0, (len(measurement.views), -1)) for part in parts], 1)  # (views, N, T)
-    if args.perturbation in measurement.views:
-        rollout.changes = logps[measurement.views.index(args.perturbation)] - signals.logps
+    logps = torch.cat([part.logps.unflatten(0, (len(names), -1)) for part in parts], 1)  # (perturbations, N, T)
+    if args.perturbation in names:
+        rollout.changes = logps[names.index(args.perturbation)] - signals.logps
     turns = rollout.turns
-    seen = rollout.batch.has_images if turns is None else rows_perturbed(turns, args.perturb_images)
-    blind = ~seen.to(logps.device).unsqueeze(1)  # (N, 1)
-    seen_logps = dict(zip(measurement.views, logps.masked_fill(blind, torch.nan), strict=True))
+    is_perturbed = rollout.batch.has_images if turns is None else rows_perturbed(turns, args.perturb_images)
+    unchanged = ~is_perturbed.to(logps.device).unsqueeze(1)  # (N, 1)
+    by_name = dict(zip(names, logps.masked_fill(unchanged, torch.nan), strict=True))
     if "views" in measurement.needed:
-        signals.views |= {name: value.float() for name, value in seen_logps.items()}
+        signals.views |= {name: value.float() for name, value in by_name.items()}
     if "dependency" in measurement.needed:
-        perturbed = torch.stack([seen_logps[name] for name in args.perturbations])
-        each = visual_dependency(signals.logps.expand_as(perturbed), perturbed)
-        signals.dependency = each.mean(0) if args.dependency_over == "mean" else each.amin(0)
+        perturbed = torch.stack([by_name[name] for name in args.perturbations])
+        of_each = visual_dependency(signals.logps.expand_as(perturbed), perturbed)
+        signals.dependency = of_each.mean(0) if args.dependency_over == "mean" else of_each.amin(0)
     if measurement.needs("shift") and rollout.scores is not None and rollout.scores.hidden is not None:
-        mask = signals.mask.bool()
-        hidden = [
-            part.hidden[: len(part.hidden) // len(measurement.views)] for part in parts if part.hidden is not None
-        ]
+        first = [part.hidden[: len(part.hidden) // len(names)] for part in parts if part.hidden is not None]
+        head = Head(causal_model(run.model))
         with torch.no_grad():
-            others = torch.cat(hidden)
-            shift = Head(causal_model(run.model)).shift(rollout.scores.hidden, others, mask, args.temperature)
-        signals.jsd, signals.perturbed_entropies = (each.masked_fill(blind, torch.nan) for each in shift)
+            shift = head.shift(rollout.scores.hidden, torch.cat(first), signals.mask.bool(), args.temperature)
+        signals.jsd, signals.perturbed_entropies = (values.masked_fill(unchanged, torch.nan) for values in shift)
 
 
 def _score_row_view(run: Run, rollout: Rollout, name: str, chunks: Sequence[range]) -> tuple[torch.Tensor, Top | None]:
@@ -255,14 +250,13 @@ def _score_row_view(run: Run, rollout: Rollout, name: str, chunks: Sequence[rang
     logps = torch.full(rollout.batch.completion_ids.shape, torch.nan, device=rollout.batch.completion_ids.device)
     top: Top | None = None
     for rows in chunks:
-        seen = dict(zip(rows, _rows_under(measurement.row_views[name], run, rollout, rows), strict=True))
+        shown = _rows_under(measurement.row_views[name], run, rollout, rows)
         if teaches and args.distil_failed_only:
             failed = rollout.rewards[:, filter_index(args.distil_failed_only, [*run.facts.rewards])] <= 0
-            seen = {row: each if failed[rollout.first + row] else None for row, each in seen.items()}
-        shown = {row: each for row, each in seen.items() if each is not None}
+            shown = {row: view for row, view in shown.items() if failed[rollout.first + row]}
         # With sharded weights every process makes as many passes, also where a budget of tokens cuts them.
         kept = [*rows] if run.facts.is_sharded else [*shown] or [rows.start]
-        batch = _batch_behind([_show(rollout.messages[row], seen[row]) for row in kept], run, rollout, kept)
+        batch = _batch_behind([_show(rollout.messages[row], shown.get(row)) for row in kept], run, rollout, kept)
         with _weights_of(name, run) as model, torch.no_grad():
             scores = score(run, batch, Want(hidden=reads), model, purpose=Purpose.VIEW)
             if scores.hidden is not None:
@@ -270,15 +264,13 @@ def _score_row_view(run: Run, rollout: Rollout, name: str, chunks: Sequence[rang
                 mask = scores.mask & torch.tensor(read, device=scores.mask.device).unsqueeze(1)
                 head = Head(causal_model(model))
                 likely = head.most_likely(scores.hidden, mask, count, args.temperature)
-                if top is None:
-                    ids, others = (part.new_zeros(len(logps), *part.shape[1:]) for part in likely)
-                    top = ids, others
+                top = top or cast("Top", tuple(part.new_zeros(len(logps), *part.shape[1:]) for part in likely))
                 for whole, part in zip(top, likely, strict=True):
                     whole[kept] = part
         if shown:
             logps[[*shown]] = scores.logps.float()[[kept.index(row) for row in shown]]
         if name == TEACHER:
-            rollout.teacher_images |= {row: [*each.images] for row, each in shown.items()}
+            rollout.teacher_images |= {row: [*view.images] for row, view in shown.items()}
     return logps, top
 
 
@@ -295,15 +287,16 @@ def _weights_of(name: str, run: Run) -> Iterator[nn.Module]:
             yield run.model
 
 
-def _rows_under(view: str, run: Run, rollout: Rollout, rows: range) -> list[Seen | None]:
-    """Return some rows under a view, the same for the completions of a prompt; None: a row has no view."""
-    args, step, size = run.args, run.step, run.completions_per_prompt
-    parameters, numbers = args.parameters_of(view), [(rollout.first + row) // size for row in rows]
-    shown: dict[int, Seen | None] = {}  # by number of the prompt
-    for number, row in dict(zip(numbers, rows, strict=True)).items():
-        seed, images = derive_seed(args.seed, step, number), images_in(rollout.messages[row])
-        shown[number] = show_view(images, rollout.rows[row], view, parameters, seed=seed)
-    return [shown[number] for number in numbers]
+def _rows_under(name: str, run: Run, rollout: Rollout, rows: range) -> dict[int, Seen]:
+    """Show rows under a view, the same for the completions of a prompt; rows without the view are left out."""
+    parameters = run.args.parameters_of(name)
+    views: dict[int, Seen | None] = {}  # by number of the prompt
+    numbers = {row: (rollout.first + row) // run.completions_per_prompt for row in rows}
+    for row, number in numbers.items():
+        if number not in views:
+            images, seed = images_in(rollout.messages[row]), derive_seed(run.args.seed, run.step, number)
+            views[number] = show_view(images, rollout.rows[row], name, parameters, seed=seed)
+    return {row: view for row, number in numbers.items() if (view := views[number]) is not None}
 
 
 def _batch_behind(conversations: list[Any], run: Run, rollout: Rollout, rows: Sequence[int]) -> Batch:
@@ -355,42 +348,36 @@ def batch_with_other_images(
     """
     batch = rollout.batch.take(rows).to_score
     numbers = [(rollout.first + row) // shared_by for row in rows]
-    fields: Mapping[str, Any] = {}
     if rollout.turns is None:
-        conversations, own = perturb_prompts(rollout.messages[rows.start : rows.stop], numbers, perturb)
-        prompts = run.tokenize(conversations)
-        fields, distinct = prompts.fields, prompts.images or []
-        images: list[list[Any]] = [images_in(conversations[place]) for place in own]
+        conversations = perturb_prompts(rollout.messages[rows.start : rows.stop], numbers, perturb)
+        with images_processed_once(run.processor):
+            fields = run.tokenize(conversations).fields
+        images: list[list[Any]] = [*map(images_in, conversations)]
     else:
-        images = distinct = perturb_turns(rollout.turns, rows, numbers, which, perturb)
-        fields, own = process_images(run.processor, images) if any(images) else {}, [*range(len(rows))]
+        images = perturb_turns(rollout.turns, rows, numbers, which, perturb)
+        fields = process_images(run.processor, images) if any(images) else {}
     if not any(images):
         return batch, images
-    return replace(batch, images=_perturbed_images(batch.images, fields, distinct, own)), images
+    return replace(batch, images=_perturbed_images(batch.images, fields, images)), images
 
 
-def _perturbed_images(
-    images: RowImages, fields: Mapping[str, Any], distinct: ImagesOfRows, own: Sequence[int]
-) -> RowImages:
+def _perturbed_images(images: RowImages, fields: Mapping[str, Any], perturbed: ImagesOfRows) -> RowImages:
     """Return the images of N rows with perturbed pixels.
 
     Args:
         images: unperturbed.
-        fields: outputs of the processor for the distinct perturbed prompts, in order.
-        distinct: images of each distinct prompt.
-        own: number of each row's prompt among the distinct prompts.
+        fields: outputs of the processor for the perturbed images of all rows.
+        perturbed: perturbed images of each row.
 
     Raises:
         DataError: the processor gives perturbed images other shapes than the images.
     """
-    tiles = images.num_tiles and [images.num_tiles[own.index(place)] for place in range(len(distinct))]
     like = images.tensors["pixel_values"]
-    moved = {  # before they are repeated
+    moved = {
         name: value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
         for name, value in image_tensors(fields).items()
     }
-    shown = RowImages(moved, [len(of_prompt or ()) for of_prompt in distinct], tiles)
-    return images.with_pixels_of(shown.take(own))
+    return images.with_pixels_of(RowImages(moved, [len(of_row or ()) for of_row in perturbed], images.num_tiles))
 
 
 def score_perturbed_part(run: Run, model: nn.Module, batch: Batch, tokens: torch.Tensor) -> Scores:
@@ -421,11 +408,10 @@ def perturb_noisy_prompts(run: Run, rollout: Rollout, prompts: Prompts) -> Promp
     Raises:
         DataError: a perturbed image has other tokens than the image.
     """
-    args, state = run.args, run.get_state()
+    args, step = run.args, run.step + 1  # counted from 1; perturbations that score this rollout draw by `run.step`
     if not args.noisy_generations or not run.trains or rollout.greedy or rollout.blind:
         return prompts
-    step = state.global_step + 1
-    left = args.noise_left(step, max(state.max_steps, step))
+    left = args.noise_left(step, max(run.get_state().max_steps, step))
     count = args.noisy_generations if args.noisy_decay_of == "strength" else round(args.noisy_generations * left)
     strength = 1.0 if args.noisy_decay_of == "generations" else left
     size, every = run.completions_per_prompt, range(rollout.first, rollout.first + len(rollout.rows))
@@ -435,13 +421,13 @@ def perturb_noisy_prompts(run: Run, rollout: Rollout, prompts: Prompts) -> Promp
         return prompts
     parameters = args.weakened_parameters(args.noisy_perturbation, strength)
     perturb = partial(perturb_images, name=args.noisy_perturbation, parameters=parameters, seed=args.seed, step=step)
-    perturbed, own = perturb_prompts(rollout.messages, [number // size for number in every], perturb)
-    seen = [perturbed[own[row]] if is_noisy else rollout.messages[row] for row, is_noisy in enumerate(noisy)]
-    shown = run.tokenize(seen)
-    if [list(ids) for ids in shown.ids] != [list(ids) for ids in prompts.ids]:
+    perturbed = perturb_prompts(rollout.messages, [number // size for number in every], perturb)
+    conversations = zip(noisy, perturbed, rollout.messages, strict=True)
+    sampled_from = run.tokenize([changed if is_noisy else clean for is_noisy, changed, clean in conversations])
+    if [list(ids) for ids in sampled_from.ids] != [list(ids) for ids in prompts.ids]:
         raise DataError(f"{args.noisy_perturbation} changes image tokens: set noisy_generations to 0.")
-    rollout.noise.prompts = shown
-    return shown
+    rollout.noise.prompts = sampled_from
+    return sampled_from
 
 
 def noisy_rows(numbers: Sequence[int], generations: int, count: int) -> list[bool]:
@@ -461,10 +447,9 @@ def record_noise(run: Run, rollout: Rollout, reward_weights: torch.Tensor) -> No
     if noise is None:
         return
     if noise.generations and (args.noisy_importance == "perturbed" or args.teacher_view == "clean"):
-        batch, seen = rollout.batch, noise.prompts
-        if seen is not None and seen.images is not None:
-            images = _perturbed_images(batch.images, seen.fields, seen.images, range(len(batch)))
-            batch = replace(batch, images=images)
+        batch, prompts = rollout.batch, noise.prompts
+        if prompts is not None and prompts.images is not None:
+            batch = replace(batch, images=_perturbed_images(batch.images, prompts.fields, prompts.images))
         scores = score(run, batch, Want(), purpose=Purpose.VIEW)
         if args.noisy_importance == "perturbed":
             rollout.batch = replace(rollout.batch, old_logps=scores.logps)
@@ -491,11 +476,10 @@ def degrade_rows(run: Run, rollout: Rollout) -> list[dict[str, Any]]:
         run: options and step.
         rollout: not generated yet; it gets a metric.
     """
-    args, state, size = run.args, run.get_state(), run.completions_per_prompt
+    args, size, step = run.args, run.completions_per_prompt, run.step + 1  # counted from 1, as for noise
     if not args.degraded_by or not run.trains:
         return rollout.rows
-    step = state.global_step + 1
-    strength = args.degraded_strength(step, max(state.max_steps, step))
+    strength = args.degraded_strength(step, max(run.get_state().max_steps, step))
     parameters = args.weakened_parameters(args.degraded_by, strength)
     rollout.metrics["degraded/strength"] = strength
     shown: dict[int, list[Any]] = {}  # number of the prompt -> its images

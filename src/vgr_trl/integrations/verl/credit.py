@@ -26,7 +26,7 @@ from vgr_trl.config import (
     used_by,
 )
 from vgr_trl.config_converters import EASYR1_KEYS
-from vgr_trl.credit import active_rules, given_weights, shape_advantages, token_weights
+from vgr_trl.credit import active_rules, given_weights, shape_advantages, weigh_tokens
 from vgr_trl.errors import ConfigError, RewardError
 from vgr_trl.loss.terms import TermInputs
 from vgr_trl.metrics.step_metrics import Totals, add_weights
@@ -338,9 +338,7 @@ def _compute_token_weights(context: SignalContext, mask: Tensor) -> Tensor:
     if context.token_weights is not None:
         return given_weights(context.token_weights, mask, ones)
     if "vgr_token" in context.columns:
-        ratios, clip = context.columns["vgr_token"].float(), options.token_weights_clip
-        sigma, share = options.token_weights_smooth_sigma, options.token_weights_topk_ratio
-        return token_weights(ratios, mask, clip=clip, smooth_sigma=sigma, topk_ratio=share)
+        return weigh_tokens(context.columns["vgr_token"].float(), mask, options)
     warnings.warn("The batch has neither token_weights nor measured attention: all weights are 1.", stacklevel=3)
     return ones
 
