@@ -26,7 +26,7 @@ from vgr_trl.data.checked_rows import (
     prepared_transform,
     skipped_rows,
 )
-from vgr_trl.data.images import BOX_COLUMNS, IMAGE_COLUMNS, MEDIA, PLACE, images_of, refuse_bad_boxes
+from vgr_trl.data.images import BOX_COLUMNS, IMAGE_COLUMNS, MEDIA, PLACE, boxes_of, images_of
 from vgr_trl.data.prompts import (
     SIZES,
     PromptLengths,
@@ -195,7 +195,8 @@ def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None
         sizes = image_sizes_of(row) if boxes else []
         try:
             refuse_special_tokens(special, [] if texts else row["prompt"], row.get(context))
-            refuse_bad_boxes(row, sizes)
+            if len(sizes) == 1:
+                boxes_of(row, sizes[0], "it")
         except DataError as error:
             return {REASON: reason_of(error)}
         return {REASON: None}

@@ -3,7 +3,6 @@ import os
 import struct
 import tracemalloc
 import zlib
-from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -95,16 +94,13 @@ def test_sizes_by_hand(limits, size, expected):
         ImageLimits(min_pixels=10, max_pixels=9)
 
 
-def chunk(name, data):
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-
-def png(width, height, *between):
-    packer = zlib.compressobj(9)
-    line = bytes(1 + (width + 7) // 8)
-    data = b"".join(packer.compress(line) for _ in range(height)) + packer.flush()
-    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + b"".join(between) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+def png(width, height):
+    """Return a black PNG of one bit per pixel."""
+    lines = zlib.compress(bytes(height * (1 + (width + 7) // 8)), 9)
+    head, chunks = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0), b""
+    for name, data in ((b"IHDR", head), (b"IDAT", lines), (b"IEND", b"")):
+        chunks += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked():
@@ -122,17 +118,6 @@ def test_a_file_of_a_terabyte_of_nothing_is_not_read(tmp_path):
     os.truncate(tmp_path / "a.png", 2**40)
     with pytest.raises(DataError, match="has 1099511627776 bytes; the limit is 1073741824"):
         open_image("a.png", tmp_path)
-
-
-@pytest.mark.parametrize("kind", [b"zTXt", b"iCCP", b"iTXt"])
-def test_texts_and_profiles_that_unpack_to_much_are_not_kept(kind):
-    packed = zlib.compress(bytes(200_000_000), 9)
-    rest = b"\0\0" + packed if kind != b"iTXt" else b"\0\1\0\0\0" + packed
-    tracemalloc.start()
-    with suppress(DataError):
-        assert open_image(png(8, 8, chunk(kind, b"a" + rest))).size == (8, 8)
-    assert tracemalloc.get_traced_memory()[1] < 80e6
-    tracemalloc.stop()
 
 
 def test_what_is_no_image_is_refused_whatever_its_name(tmp_path):

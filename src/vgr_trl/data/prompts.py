@@ -110,8 +110,7 @@ def limited(name: str) -> Iterator[None]:
         with limit_seconds(TEMPLATE_SECONDS, _Endless):
             yield
     except _Endless:
-        seconds = f"more than {TEMPLATE_SECONDS} s on one question"
-        raise ConfigError(f"{name} computes for {seconds}: correct its loops, or give another template.") from None
+        raise ConfigError(f"{name} computes for more than {TEMPLATE_SECONDS} s on a question: correct it.") from None
 
 
 class PromptTemplate:
