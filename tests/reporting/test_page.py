@@ -64,25 +64,13 @@ def test_page_holds_curves_completions_and_thumbnails(tmp_path: Path) -> None:
 
 def test_the_page_of_a_demo_has_its_table_before_and_after(tmp_path: Path) -> None:
     make_run(tmp_path / "run", steps=1)
-    scores = [
-        {
-            "questions": 320,
-            "k": 8,
-            "accuracy": 0.784 + gain,
-            "interval": [0.5 + gain, 0.75 + gain],
-            "mean_at_k": 0.662 + gain,
-            "blind": 0.25,
-        }
-        for gain in (0, 0.1)
-    ]
     (tmp_path / "run/metrics.json").write_text('{"eval_reward": 0.5}')  # of `vgr-trl train`
     assert report_of(tmp_path / "run")["compared"] == []
-    before, after = ({**each, "format": 1.0, "groups": {"colour": each}} for each in scores)
-    (tmp_path / "run/metrics.json").write_text(json.dumps({"seconds": 3, "before": before, "after": after}))
-    assert report_of(tmp_path / "run")["compared"] == [
-        {"name": "all", "before": {**scores[0], "format": 1}, "after": {**scores[1], "format": 1}},
-        {"name": "colour", "before": scores[0], "after": scores[1]},
-    ]
+    group = {"before": {"accuracy": 0.5, "interval": [0.25, 0.75], "blind": 0.25}, "after": {"k": 8, "mean_at_k": 0.75}}
+    whole = {when: {"questions": 320, "format": 1.0, **scores} for when, scores in group.items()}
+    metrics = {when: {**scores, "unparsable": 0.5, "groups": {"colour": group[when]}} for when, scores in whole.items()}
+    (tmp_path / "run/metrics.json").write_text(json.dumps({"seconds": 3, **metrics}))
+    assert report_of(tmp_path / "run")["compared"] == [{"name": "all", **whole}, {"name": "colour", **group}]
 
 
 def test_text_cannot_leave_its_place(tmp_path: Path) -> None:
