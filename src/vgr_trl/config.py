@@ -479,8 +479,7 @@ class LossOptions(CreditOptions):
         for name in self.terms:
             for need in needed_signals(registries.loss_terms.load(name)):
                 if need not in TERM_NEEDS:
-                    accepted = ", ".join(TERM_NEEDS)
-                    raise ConfigError(f"The loss term {name} needs {need!r}, but terms can need {accepted}.")
+                    raise ConfigError(f"The loss term {name} needs {need!r}, but can need {', '.join(TERM_NEEDS)}.")
                 needs.setdefault(need, f"the loss term {name}")
         return needs
 

@@ -19,33 +19,23 @@ from vgr_trl.errors import ConfigError, DataError
 
 HERE, LIMITS = Path(), ImageLimits()
 ORIENTATION = 0x0112
-MODES = [
-    ("1", 1, (255, 255, 255)),
-    ("L", 77, (77, 77, 77)),
-    ("RGBA", (1, 2, 3, 0), (255, 255, 255)),
-    ("RGBA", (0, 0, 0, 51), (204, 204, 204)),  # a fifth of black on white
-    ("La", (0, 51), (204, 204, 204)),
-    ("CMYK", (255, 0, 0, 0), (0, 255, 255)),
-    ("I", 257 * 100, (100, 100, 100)),
-    ("I;16", 257 * 100, (100, 100, 100)),
-    ("I;16", 100, (0, 0, 0)),  # sixteen bits are read over their whole range, however dark the image
-    ("F", 0.4, (102, 102, 102)),
-]
-SIZES = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text(encoding="utf-8"))
+TABLE = yaml.safe_load(Path(__file__).with_name("images.yaml").read_text(encoding="utf-8"))
 
 
 def stored(value, limits=LIMITS) -> Image.Image:
     return Image.open(io.BytesIO(encode_image(value, HERE, limits)[0]))
 
 
-def test_every_mode_becomes_rgb_on_white_if_the_range_of_its_values_is_known():
-    for mode, value, shown in MODES:
-        image = to_rgb(Image.new(mode, (3, 2), value))
-        assert (image.mode, image.size) == ("RGB", (3, 2)), mode
-        assert {image.getpixel((x, y)) for x in range(3) for y in range(2)} == {shown}, mode
-    for mode, value in (("I", -1), ("F", float("nan"))):
-        with pytest.raises(DataError, match=f"image has mode {mode} and values from"):
-            to_rgb(Image.new(mode, (3, 2), value))
+@pytest.mark.parametrize(("mode", "value", "shown"), TABLE["modes"])
+def test_every_mode_becomes_rgb_on_white(mode, value, shown):
+    image = to_rgb(Image.new(mode, (3, 2), tuple(value) if isinstance(value, list) else value))
+    assert (image.mode, image.size, image.getcolors()) == ("RGB", (3, 2), [(6, tuple(shown))])
+
+
+@pytest.mark.parametrize(("mode", "value"), [("I", -1), ("F", float("nan"))])
+def test_values_outside_of_a_range_are_refused(mode, value):
+    with pytest.raises(DataError, match=f"image has mode {mode} and values from"):
+        to_rgb(Image.new(mode, (3, 2), value))
 
 
 @pytest.mark.parametrize(("orientation", "kind"), [*((number, "PNG") for number in range(1, 9)), (6, "TIFF")])
@@ -81,7 +71,7 @@ def test_truncated_files_are_refused():
                 encode_image({"bytes": whole[: int(share * len(whole))]}, HERE, LIMITS)
 
 
-@pytest.mark.parametrize(("limits", "size", "expected"), SIZES)
+@pytest.mark.parametrize(("limits", "size", "expected"), TABLE["sizes"])
 def test_sizes_by_hand(limits, size, expected):
     size, expected = tuple(size), tuple(expected)
     assert ImageLimits(**limits).size_of(*size) == expected

@@ -323,10 +323,10 @@ def shared_folder(rows: Any, keys: Keys) -> Path:
 
 def drop_long_prompts(
     dataset: Dataset | IterableDataset,
+    name: str,
     lengths: PromptLengths,
     limit: int,
-    name: str = "train",
-    on_dropped: Callable[[], None] = lambda: None,
+    on_dropped: Callable[[str], None],
 ) -> Dataset | IterableDataset:
     """Drop the rows whose prompt is too long, as truncation would cut image tokens.
 
@@ -334,10 +334,10 @@ def drop_long_prompts(
 
     Args:
         dataset: rows with prompts.
+        name: name of the data in messages.
         lengths: counts the tokens of a prompt.
         limit: largest number of tokens.
-        name: name of the data in messages.
-        on_dropped: called for each row that a stream drops.
+        on_dropped: called with the name for each row that a stream drops.
 
     Raises:
         DataError: no row is within the limit.
@@ -347,7 +347,7 @@ def drop_long_prompts(
         def keep(row: Mapping[str, Any]) -> bool:
             fits = lengths(row) <= limit
             if not fits:
-                on_dropped()
+                on_dropped(name)
             return fits
 
         return dataset.filter(keep)

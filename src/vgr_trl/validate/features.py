@@ -252,8 +252,7 @@ def announce(run: Run, passes: RowsPerPass, idle: Mapping[str, str]) -> None:
     logger.info(str(features))
     is_fast = args.use_vllm or args.use_transformers_continuous_batching or args.cache_implementation
     if run.accelerator.device.type == "cuda" and not is_fast:
-        cure = "set use_vllm, or cache_implementation=static, with which a 7B takes 1.7 s for 128 tokens, not 5.1 s"
-        logger.warning(f"Kernel launches slow down generation by transformers: {cure}.")
+        logger.warning("Kernel launches slow down generation: set use_vllm, or cache_implementation=static.")
     shared = features.share_generation.enabled or features.share_training.enabled
     if shared and has_active_dropout(facts.model, when_training=True):
         logger.warning("Where prompts are shared, the completions of a prompt share the dropout drawn over it.")
