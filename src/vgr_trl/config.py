@@ -266,8 +266,24 @@ class NoisyOptions(PerturbationOptions):
         return [self.noisy_perturbation] if self.noisy_generations else []
 
     def noise_left(self, step: int, total: int) -> float:
-        """Return the share of the noise left in a step (from 1), in [0, 1]."""
-        return decay(self.noisy_decay, step, total, self.noisy_decay_coef, self.noisy_decay_midpoint)
+        """Return the share of the noise left in a step, in [0, 1], as in the code of NoisyRollout.
+
+        With s = step / total and c = `noisy_decay_coef`: 1 (`none`), 1 - s (`linear`), 1 - s^c (`power`),
+        1 - c^(total - step) (`exponential`), or 1 - 1 / (1 + exp(-c (s - midpoint / total))) (`sigmoid`).
+
+        Args:
+            step: step of the run, from 1 to `total`.
+            total: number of steps of the run.
+        """
+        share, coefficient, midpoint = step / total, self.noisy_decay_coef, self.noisy_decay_midpoint
+        left = {
+            "none": lambda: 1.0,
+            "linear": lambda: 1 - share,
+            "power": lambda: 1 - share**coefficient,
+            "exponential": lambda: 1 - coefficient ** (total - step),
+            "sigmoid": lambda: 1 / (1 + math.exp(min(coefficient * (share - midpoint / total), 700))),
+        }[self.noisy_decay]()
+        return float(min(max(left, 0.0), 1.0))
 
 
 @dataclass
@@ -291,30 +307,6 @@ class DegradedOptions(NoisyOptions):
     def degraded_strength(self, step: int, total: int) -> float:
         """Return the share of the degrading's strength in a step (from 1), in [0, 1]."""
         return self.degraded_from + (1 - self.degraded_from) * (min(step - 1, total - 1) / max(total - 1, 1))
-
-
-def decay(kind: str, step: int, total: int, coefficient: float, midpoint: float) -> float:
-    """Return the share of the noise left in a step, in [0, 1], as in the code of NoisyRollout.
-
-    With s = step / total: 1 (`none`), 1 - s (`linear`), 1 - s^c (`power`), 1 - c^(total - step) (`exponential`), or
-    1 - 1 / (1 + exp(-c (s - midpoint / total))) (`sigmoid`).
-
-    Args:
-        kind: value of `noisy_decay`.
-        step: step of the run, from 1 to `total`.
-        total: number of steps of the run.
-        coefficient: c.
-        midpoint: step at which the sigmoid is one half.
-    """
-    share = step / total
-    left = {
-        "none": lambda: 1.0,
-        "linear": lambda: 1 - share,
-        "power": lambda: 1 - share**coefficient,
-        "exponential": lambda: 1 - coefficient ** (total - step),
-        "sigmoid": lambda: 1 / (1 + math.exp(min(coefficient * (share - midpoint / total), 700))),
-    }[kind]()
-    return float(min(max(left, 0.0), 1.0))
 
 
 # Blind answers: questions answered again from the description of the image in a completion.

@@ -182,9 +182,11 @@ def test_evaluated_completions_stand_beside_a_run(tmp_path: Path) -> None:
             write_report([file], page)
 
 
-def test_live_writes_again_until_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path / "run", steps=1)
-    seen = []
+def test_live_writes_again_until_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, seen = make_run(tmp_path / "run", steps=1, name="\x1b[31mred"), []
+    (run / "rollouts/logs.jsonl").write_text("")
 
     def sleep(seconds: float) -> None:
         seen.append((seconds, data_in(run / "report.html")["live"]))
@@ -195,13 +197,6 @@ def test_live_writes_again_until_interrupted(tmp_path: Path, monkeypatch: pytest
     assert main(["report", str(run), "--live", "5"]) == 0
     assert seen == [(5.0, 5.0)] * 2
     assert data_in(run / "report.html")["live"] is None
-    assert main(["report", str(run), "--live", "0"]) == 1
-
-
-def test_command_writes_the_page_into_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run", steps=2, name="\x1b[31mred")
-    (run / "rollouts/logs.jsonl").write_text("")
-    assert main(["report", str(run)]) == 0
-    assert len(data_in(run / "report.html")["runs"]) == 1
     assert r"\x1b[31mred: " in capsys.readouterr().out  # names do not steer the terminal
-    assert main(["report", str(tmp_path / "missing")]) == 1
+    for wrong in ([str(run), "--live", "0"], [str(tmp_path / "missing")]):
+        assert main(["report", *wrong]) == 1
