@@ -33,13 +33,6 @@ def test_what_does_not_fit_is_not_appended_at_all(tmp_path, monkeypatch):
     assert path.read_bytes() == b"abcdef"
 
 
-def test_appending_makes_the_folder_and_a_head_in_an_empty_file(tmp_path):
-    path = tmp_path / "deep" / "log.md"
-    for line in (b"one\n", b"two\n"):
-        append_atomic(path, line, head=b"# Log\n")
-    assert path.read_bytes() == b"# Log\none\ntwo\n"
-
-
 def test_a_file_that_two_processes_write_at_a_time_is_whole(tmp_path, monkeypatch):
     """The second begins and ends while the first waits for its disk."""
     path, plain = tmp_path / "page.html", atomic_files.publish

@@ -140,21 +140,6 @@ def test_undefined_rewards_are_counted_and_nan_is_warned_of_once(build, monkeypa
     assert torch.equal(weights(trainer), before)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"credit_rules": ["rlsd"]}, "teacher_view"), ({"loss_terms": ["gated_distillation"]}, "teacher_view"),
-        ({"teacher_view": "crop_to_box"}, "bbox"), ({"teacher_view": "teacher_images"}, "teacher_images"),
-        ({"teacher_view": "privileged_context"}, "privileged_context"),
-        ({"multi_objective_aggregation": "normalize_then_sum", "replay_buffer_size": 4}, "replay_buffer_size"),
-        ({"rows_per_pass": 2, "top_entropy_quantile": 0.5}, "rows_per_pass"),
-    ],
-)  # fmt: skip
-def test_options_that_a_run_cannot_follow_are_refused(options, named, vision_trainer):
-    with pytest.raises(ConfigError, match=named):
-        vision_trainer(**options)
-
-
 def test_images_for_a_text_only_model_are_refused(build, text_rows):
     rows = text_rows.map(lambda row: {"image": Image.new("RGB", (8, 8))})
     with pytest.raises(ConfigError, match=r"column `image`, but Qwen2ForCausalLM .* reads text only"):

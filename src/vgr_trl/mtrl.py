@@ -116,8 +116,7 @@ def _refuse_large_critic(keys: Conversion) -> None:
     parameters, memory = count_parameters(name), torch.cuda.get_device_properties(0).total_memory
     if (needed := 2 * bytes_each * parameters) > memory:
         total = f"2 x {bytes_each} bytes x {parameters / 1e9:.1f} billion parameters = {needed / 2**30:.0f} GiB"
-        fits = f"{total}, but a GPU has {memory / 2**30:.0f} GiB. Give --critic head, which is sharded"
-        raise ConfigError(f"A critic as large as the policy needs {fits}.")
+        raise ConfigError(f"Critic and policy: {total}, but a GPU has {memory / 2**30:.0f} GiB: use --critic head.")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from functools import partial
 from typing import Any, cast
 
 from accelerate import PartialState
@@ -19,17 +18,15 @@ from vgr_trl.data.checked_rows import (
     PREPARED_STREAMS,
     REASON,
     SkippedRow,
-    drop_long_prompts,
     is_repeatable,
     map_rows,
     prepare_rows,
     prepared_transform,
     skipped_rows,
 )
-from vgr_trl.data.images import BOX_COLUMNS, IMAGE_COLUMNS, MEDIA, PLACE, images_of, refuse_bad_boxes
+from vgr_trl.data.images import BOX_COLUMNS, IMAGE_COLUMNS, MEDIA, PLACE, boxes_of, images_of
 from vgr_trl.data.prompts import (
     SIZES,
-    PromptLengths,
     image_sizes_of,
     refuse_special_tokens,
     require_ending_template,
@@ -195,7 +192,8 @@ def _drop_bad_rows(dataset: Dataset, split: str, special: re.Pattern[str] | None
         sizes = image_sizes_of(row) if boxes else []
         try:
             refuse_special_tokens(special, [] if texts else row["prompt"], row.get(context))
-            refuse_bad_boxes(row, sizes)
+            if len(sizes) == 1:
+                boxes_of(row, sizes[0], "it")
         except DataError as error:
             return {REASON: reason_of(error)}
         return {REASON: None}
@@ -229,11 +227,6 @@ def check_rewards(rewards: Sequence[Any], datasets: Iterable[Any], measured_colu
     for dataset in datasets:
         for reward in rewards if column_names(dataset) is not None else ():
             check_callable(reward, [*dataset.column_names, *measured_columns])
-
-
-def drop_long(lengths: PromptLengths, limit: int, count: Callable[[str], None]) -> Callable[[Any, str], Any]:
-    """Return the function that drops the prompts of a dataset that are over `max_prompt_length`, and counts them."""
-    return lambda dataset, split: drop_long_prompts(dataset, lengths, limit, split, partial(count, split))
 
 
 def refuse_few_rows(data: Any, prompts: int) -> None:

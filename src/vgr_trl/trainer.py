@@ -21,7 +21,7 @@ from vgr_trl.config import why_no_engine
 from vgr_trl.credit import REWARD_FILE_WEIGHTS, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
-from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
+from vgr_trl.data.checked_rows import ReadOnce, drop_long_prompts, is_repeatable, pop_replaced
 from vgr_trl.data.prompts import PromptLengths
 from vgr_trl.errors import ConfigError, RewardError, check_release
 from vgr_trl.generation import (
@@ -74,7 +74,7 @@ from vgr_trl.patches.vllm import (
     plan_unexpanded_prompts,
 )
 from vgr_trl.patching import keep_random_state, patched_attribute, patched_attributes
-from vgr_trl.prepare import change_data, check_rewards, drop_long, prepare_trainer, refuse_few_rows
+from vgr_trl.prepare import change_data, check_rewards, prepare_trainer, refuse_few_rows
 from vgr_trl.processes import initialise_loader
 from vgr_trl.registries import loss_terms
 from vgr_trl.reporting.markdown import TAGS, TRL_PAPER, extend_card, method_tags, user_rewards
@@ -209,8 +209,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             datasets = (data for _, data in iterate_datasets(self.train_dataset, self.eval_dataset))
             check_rewards(self.reward_funcs, datasets, columns)
         if (limit := self.args.max_prompt_length) is not None:
-            lengths = PromptLengths(self.processing_class, **template)
-            change = drop_long(lengths, limit, self.step_metrics.count_too_long)
+            lengths, count = PromptLengths(self.processing_class, **template), self.step_metrics.count_too_long
+            change = partial(drop_long_prompts, lengths=lengths, limit=limit, on_dropped=count)
             self.train_dataset, self.eval_dataset = change_data(self.train_dataset, self.eval_dataset, change)
         refuse_few_rows(self.train_dataset, self.args.prompts_per_rollout)
 

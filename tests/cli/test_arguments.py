@@ -3,6 +3,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
 from transformers import AutoProcessor
 from trl import ModelConfig
 
@@ -11,6 +12,8 @@ from vgr_trl.cli.arguments import DataArguments, RewardArguments, load_processor
 from vgr_trl.dapo_config import SPELLINGS, DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.trainer import DAPOTrainer
+
+TABLE = yaml.safe_load(Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -24,17 +27,7 @@ def options_of(tmp_path):
     return options_of
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--lerning_rate 1e-4", "Unknown flag --lerning_rate. Did you mean --learning_rate?"),
-        ("--bate 1 --mx 2 --epsilo 3", "Unknown flags --bate, --mx, --epsilo. Did you mean --epsilon? --help-all"),
-        ("--model a --num_generations 8 --deepspeed zero2 --tuner_type=lora --no_such 1",
-         "ms-swift's flags, and ours:\n  --model: --model_name_or_path\n  --deepspeed: accelerate launch"),
-        ("stray --max_steps 1", "stray"), ("--num_generations four", "--num_generations"),
-        ("--image_key=", "image_key"), ("--config none.yaml", "none.yaml"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "message"), TABLE["wrong flags"].items())
 def test_wrong_flags_are_one_sentence(capsys, flags, message):
     assert main(["train", *flags.split()]) == 1
     error = capsys.readouterr().err
@@ -42,9 +35,7 @@ def test_wrong_flags_are_one_sentence(capsys, flags, message):
     assert "usage" not in error
 
 
-@pytest.mark.parametrize(
-    "text", ["learning_rate: null", "lerning_rate: 1e-5", "eval_strategy: no", "beta: 0.1\nbeta: 0.2"]
-)
+@pytest.mark.parametrize("text", TABLE["wrong files"])
 def test_wrong_values_of_a_file_are_refused(options_of, text):
     with pytest.raises(ConfigError):
         options_of(text)
@@ -52,7 +43,7 @@ def test_wrong_values_of_a_file_are_refused(options_of, text):
 
 def test_values_of_a_file_as_yaml_reads_them_and_flags_before_them(options_of, monkeypatch):
     monkeypatch.setenv("MY_PROJECT", "before")
-    text = Path(__file__).with_name("values.yaml").read_text(encoding="utf-8")
+    text = TABLE["file"]
     data, rewards, config, _ = options_of(text)
     assert (config.beta, config.learning_rate, config.max_prompt_length) == (1, 1e-4, None)
     assert (config.report_to, config.max_steps, config.scale_rewards) == ([], 3, "none")

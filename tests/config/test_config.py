@@ -1,4 +1,3 @@
-import math
 import re
 import runpy
 from dataclasses import fields
@@ -24,22 +23,22 @@ def config(tmp_path: Path, **options: object) -> DAPOConfig:
     return DAPOConfig(**{"output_dir": str(tmp_path), **defaults, **options})
 
 
-def test_numbers_of_trl_are_checked_as_ours_are(tmp_path):
-    outside = {
-        "rollout_log_steps": -1, "patch_size": 0,
-        "epsilon": -0.1, "learning_rate": math.nan, "temperature": 0.0, "top_p": 2.0, "num_iterations": 0,
-        "gradient_accumulation_steps": 0, "max_completion_length": -3, "token_weights": 1, "replay_buffer_size": True,
-        "share_prompts": "bogus", "filter_low": "0.1",
-    }  # fmt: skip
-    for name, value in outside.items():
-        with pytest.raises(ConfigError, match=f"^{name} is "):
-            config(tmp_path, **{name: value})
+@pytest.mark.parametrize(("name", "value"), TABLE["outside"].items())
+def test_numbers_of_trl_are_checked_as_ours_are(tmp_path, name, value):
+    with pytest.raises(ConfigError, match=f"^{name} is "):
+        config(tmp_path, **{name: value})
 
 
 @pytest.mark.parametrize("options", TABLE["refused"], ids=str)
 def test_combinations_that_are_refused(tmp_path, options):
     with pytest.raises(ConfigError):
         config(tmp_path, **options)
+
+
+@pytest.mark.parametrize(("options", "named"), TABLE["refused in a run"], ids=str)
+def test_options_that_a_run_cannot_follow_are_refused(options, named, vision_trainer):
+    with pytest.raises(ConfigError, match=named):
+        vision_trainer(**options)
 
 
 @pytest.mark.parametrize(("given", "expected"), TABLE["without effect"], ids=str)

@@ -20,8 +20,6 @@ from vgr_trl.recipes import parse_yaml
 EASYR1 = Path(__file__).with_name("easyr1_keys.txt").read_text().splitlines()[1:]
 BY_HAND = yaml.safe_load(Path(__file__).with_name("easyr1_options.yaml").read_text())
 ENOUGH, VERL = BY_HAND["enough"], BY_HAND["verl"]
-SIZES = {"data.rollout_batch_size": 512, "worker.actor.global_batch_size": 128}
-MICRO = "worker.actor.micro_batch_size_per_device_for_update"
 
 
 def options_of(given=(), processes=1):
@@ -60,16 +58,6 @@ def test_fixed_keys_stop_at_other_values_and_ignored_keys_at_none(tables):
             assert all(key not in convert({**enough, key: value}).unsupported for value in known.accepted or [None])
 
 
-def test_batches_are_the_same_however_many_processes():
-    """512 prompts of 5 completions, 128 an update: 640 completions an update, 4 updates a rollout."""
-    for processes, accumulation, generation in ((1, 160, 640), (8, 20, 80)):
-        options = options_of({**SIZES, MICRO: 4}, processes)
-        sizes = [options[name] for name in ("gradient_accumulation_steps", "steps_per_generation", "logging_steps")]
-        assert (options["per_device_train_batch_size"], sizes) == (4, [accumulation, generation, 4])
-    with pytest.raises(ConfigError):
-        convert({**ENOUGH, **SIZES, MICRO: 4}, 3)
-
-
 @pytest.mark.parametrize("case", BY_HAND["cases"], ids=lambda case: str(case["given"]))
 def test_options_by_hand(case):
     copied = {
@@ -77,7 +65,8 @@ def test_options_by_hand(case):
         and known.condition in (None, "kl", "clipping", "warmup by ratio")
     }  # fmt: skip
     expected = {**BY_HAND["defaults"], **copied, **case["changed"]}
-    assert options_of(case["given"]) == {name: value for name, value in expected.items() if value is not None}
+    found = options_of(case["given"], case.get("processes", 1))
+    assert found == {name: value for name, value in expected.items() if value is not None}
 
 
 @pytest.mark.parametrize(
@@ -98,35 +87,17 @@ def test_values_that_cannot_be_followed_are_named(kind, given):
 
 @pytest.mark.parametrize("given", BY_HAND["wrong"])
 def test_values_that_are_wrong_in_easyr1_too(given):
+    processes = given.pop("processes", 1)
     with pytest.raises(ConfigError):
-        convert({**ENOUGH, **given})
-
-
-def test_sources_of_data(tmp_path):
-    (tmp_path / "a.jsonl").touch()
-    folder, file = str(tmp_path), str(tmp_path / "a.jsonl")
-    cases = [
-        ("hub/a@train", "hub/a@test", {"dataset_name": "hub/a", "dataset_test_split": "test"}, {"test_dataset"}),
-        ("hub/a", "hub/b", {"dataset_name": "hub/a", "test_dataset": "hub/b", "dataset_test_split": "train"}, set()),
-        (f"{file},b.jsonl", "c.jsonl", {"data_files": f"train={file}+b.jsonl,test=c.jsonl"}, {"test_dataset"}),
-        (folder, file, {"dataset_path": folder, "test_dataset": file}, {"data_files"}),
-    ]
-    for train, test, expected, absent in cases:
-        options = options_of({"data.train_files": train, "data.val_files": test})
-        assert {name: options.get(name) for name in expected} == expected
-        assert not absent & set(options)
+        convert({**ENOUGH, **given}, processes)
 
 
 def test_mtrl():
     """One update a rollout; the divergence in the rewards, as use_divergence_loss is off by default."""
-    found = convert(flatten(yaml.safe_load(Path(__file__).with_name("mtrl.yaml").read_text(encoding="utf-8"))))
+    table = yaml.safe_load(Path(__file__).with_name("mtrl.yaml").read_text(encoding="utf-8"))
+    found = convert(flatten(table["given"]))
     assert (found.unsupported, found.refused) == ({}, {})
-    expected = {
-        "kl_coef": 0.01, "kl_type": "adaptive", "kl_target": 6.0, "use_kl_loss": False, "warmup_steps": 10,
-        "reward_funcs": ["reward.py:reward_function"], "reward_num_cpus": 4, "lora_r": 8,
-        "lora_target_modules": ["q_proj", "v_proj"], "bf16": True, "output_dir": "checkpoints/mtrl_training/vl",
-    }  # fmt: skip
-    assert {name: found.options[name] for name in expected} == expected
+    assert found.options == found.options | table["expected"]
 
 
 def test_messages_name_keys_as_the_file_does():
@@ -247,21 +218,9 @@ def test_aliases_that_repeat_without_end_are_refused(pair):
     assert parse_yaml("x: &x {a: 1}\ny: {<<: *x}") == {"x": {"a": 1}, "y": {"a": 1}}
 
 
-def test_verl_names_with_verl_defaults():
-    given = {
-        **VERL, "actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.ppo_mini_batch_size": 512,
-        "actor_rollout_ref.rollout.val_kwargs": {"do_sample": False},
-    }  # fmt: skip
-    found = convert(given)
+@pytest.mark.parametrize("case", BY_HAND["cases of verl"], ids=lambda case: str(case["given"]))
+def test_verl_names_with_verl_defaults(case):
+    found = convert({**VERL, **case["given"]})
     assert found.refused == {}
-    assert list(found.unsupported) == ["worker.reward.reward_function"]
-    expected = {"kl_coef": 1e-3, "kl_penalty": "low_var_kl", "use_kl_loss": True, "epsilon_high": 0.2,
-                "num_train_epochs": 30, "num_generations": 5, "loss_type": "dapo"}  # fmt: skip
-    assert {name: found.options[name] for name in expected} == expected
-    assert convert({**given, "actor_rollout_ref.actor.use_kl_loss": False}).options["kl_coef"] == 0.0
-    assert convert({**given, "algorithm.adv_estimator": "gae"}).options["critic_learning_rate"] == 1e-5
-    engine = "actor_rollout_ref.rollout."  # keys of verl's Qwen2.5-VL example
-    for key in ("free_cache_engine", "engine_kwargs.vllm.disable_mm_preprocessor_cache"):
-        assert list(convert({**given, engine + key: True}).unsupported) == ["worker.reward.reward_function"]
-    unknown = "actor_rollout_ref.actor.megatron.x"
-    assert unknown in convert({**given, unknown: 1}).unsupported
+    assert list(found.unsupported) == ["worker.reward.reward_function", *case.get("unknown", [])]
+    assert found.options == found.options | case.get("expected", {})

@@ -62,21 +62,6 @@ def test_only_as_many_rows_are_read_as_are_asked_for(tmp_path):
         made("none", ids=frozenset({"other"}))
 
 
-def test_an_earlier_result_stays_until_a_new_one_is_complete(tmp_path, monkeypatch):
-    monkeypatch.setattr("vgr_trl.data.convert.ROWS_PER_FILE", 20)
-    written([question(n) for n in range(60)], tmp_path)
-    before = files_in(tmp_path)
-    new = [question(n, problem="How many?") for n in range(30)]
-    with monkeypatch.context() as patch:
-        patch.setattr(Dataset, "to_parquet", lambda self, path, **more: path.write_bytes(b"torn") and 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            written(new, tmp_path)
-    assert files_in(tmp_path) == before
-    written(new, tmp_path)
-    assert {row["problem"] for row in rows_in(tmp_path)} == {"How many?"}
-    assert sorted(files_in(tmp_path)) == ["report.txt", "skipped.jsonl", "train-00000.parquet", "train-00001.parquet"]
-
-
 def test_a_kill_leaves_the_earlier_result_or_the_new_one(tmp_path, monkeypatch):
     """Kill a conversion before each renaming and removal in turn; the next conversion cleans up."""
     monkeypatch.setattr("vgr_trl.data.convert.ROWS_PER_FILE", 20)

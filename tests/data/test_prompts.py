@@ -8,18 +8,10 @@ from vgr_trl.data.checked_rows import RowOptions, ready_row
 from vgr_trl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, PromptTemplate, build_prompt, placed
 from vgr_trl.errors import ConfigError, DataError
 
-PLACED = yaml.safe_load(Path(__file__).with_name("placed.yaml").read_text(encoding="utf-8"))
+TABLE = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    ("text", "choices", "system"),
-    [
-        ("Answer with {{ letters | join(', ') }}.\n", ["x", "y", "z"], "Answer with A, B, C."),
-        ("{{ source }}: {{ problem }}", None, "nlvr: {{ 7 * 7 }} <b>"),  # what a question holds is never run
-        ("Think in <think></think>; 100 % & {braces} stay.\nTwo lines.", None, None),
-        ("{% if choices %}A letter{% endif %}", None, ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "choices", "system"), TABLE["filled"])
 def test_a_template_is_filled_in_for_each_question(text, choices, system):
     template = PromptTemplate(text)
     prompt = build_prompt("{{ 7 * 7 }} <b>", choices, system_prompt=template, source="nlvr")
@@ -27,15 +19,13 @@ def test_a_template_is_filled_in_for_each_question(text, choices, system):
     assert found == ([text] if system is None else [system] if system else [])
 
 
-def test_wrong_templates_are_refused():
-    for text, role in (("{% if choices %}", "system"), ("{{ question }}", "system"), ("{{ answer }}", "user")):
-        with pytest.raises(ConfigError):
-            PromptTemplate(text, role=role)
+@pytest.mark.parametrize(("text", "role"), TABLE["wrong"])
+def test_wrong_templates_are_refused(text, role):
+    with pytest.raises(ConfigError):
+        PromptTemplate(text, role=role)
 
 
-@pytest.mark.parametrize(
-    "text", ["{{ problem.__class__.__mro__ }}", "{{ range(999999999) | list }}", "{% include 'other' %}"]
-)
+@pytest.mark.parametrize("text", TABLE["failing"])
 def test_a_template_that_fails_or_reaches_out_of_the_sandbox_is_a_reason(text):
     options = RowOptions(system_prompt=PromptTemplate(text, "mine.txt"))
     with pytest.raises(DataError):
@@ -68,6 +58,6 @@ def test_a_question_template_is_what_the_user_says(tmp_path):
         ready_row(dialogue, RowOptions(system_prompt=template))
 
 
-@pytest.mark.parametrize(("content", "parts"), PLACED, ids=str)
+@pytest.mark.parametrize(("content", "parts"), TABLE["placed"], ids=str)
 def test_a_placeholder_becomes_the_place_of_an_image_and_no_other_character_changes(content, parts):
     assert placed([{"role": "user", "content": content}]) == [{"role": "user", "content": parts}]

@@ -77,15 +77,7 @@ def test_every_line_trains_a_small_model(name, model_folder, question_files, tmp
         assert sorted(adapter["target_modules"]) == ["q_proj", "v_proj"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "names"),
-    [
-        ("--reward_weights 2.5 1.0 0.5 1.0", "accuracy vgr format length"),
-        ("--early_reward_weights=1,1,2,1 --seed 3", "accuracy vgr format length"),
-        ("--reward_weights 1 1 1 --reward_weights (2.5,1,0.5,0.5,1)", "accuracy vgr format tag_count length"),
-        ("--reward_weights 1 1 1", ""), ("--reward_funcs a b c d --reward_weights 1 1 1 1", ""), ("--recipe vppo", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "names"), NOTES["weights"].items())
 def test_weights_without_names_of_the_earlier_scripts(flags, names):
     earlier_rewards = runpy.run_path(str(EXAMPLES / "train_grpo_vlm.py"))["earlier_rewards"]
     expected = ["--reward_funcs", *names.split(), "--attention_reward_scale", "none"] if names else []

@@ -64,25 +64,13 @@ def test_page_holds_curves_completions_and_thumbnails(tmp_path: Path) -> None:
 
 def test_the_page_of_a_demo_has_its_table_before_and_after(tmp_path: Path) -> None:
     make_run(tmp_path / "run", steps=1)
-    scores = [
-        {
-            "questions": 320,
-            "k": 8,
-            "accuracy": 0.784 + gain,
-            "interval": [0.5 + gain, 0.75 + gain],
-            "mean_at_k": 0.662 + gain,
-            "blind": 0.25,
-        }
-        for gain in (0, 0.1)
-    ]
     (tmp_path / "run/metrics.json").write_text('{"eval_reward": 0.5}')  # of `vgr-trl train`
     assert report_of(tmp_path / "run")["compared"] == []
-    before, after = ({**each, "format": 1.0, "groups": {"colour": each}} for each in scores)
-    (tmp_path / "run/metrics.json").write_text(json.dumps({"seconds": 3, "before": before, "after": after}))
-    assert report_of(tmp_path / "run")["compared"] == [
-        {"name": "all", "before": {**scores[0], "format": 1}, "after": {**scores[1], "format": 1}},
-        {"name": "colour", "before": scores[0], "after": scores[1]},
-    ]
+    group = {"before": {"accuracy": 0.5, "interval": [0.25, 0.75], "blind": 0.25}, "after": {"k": 8, "mean_at_k": 0.75}}
+    whole = {when: {"questions": 320, "format": 1.0, **scores} for when, scores in group.items()}
+    metrics = {when: {**scores, "unparsable": 0.5, "groups": {"colour": group[when]}} for when, scores in whole.items()}
+    (tmp_path / "run/metrics.json").write_text(json.dumps({"seconds": 3, **metrics}))
+    assert report_of(tmp_path / "run")["compared"] == [{"name": "all", **whole}, {"name": "colour", **group}]
 
 
 def test_text_cannot_leave_its_place(tmp_path: Path) -> None:
@@ -194,9 +182,11 @@ def test_evaluated_completions_stand_beside_a_run(tmp_path: Path) -> None:
             write_report([file], page)
 
 
-def test_live_writes_again_until_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path / "run", steps=1)
-    seen = []
+def test_live_writes_again_until_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, seen = make_run(tmp_path / "run", steps=1, name="\x1b[31mred"), []
+    (run / "rollouts/logs.jsonl").write_text("")
 
     def sleep(seconds: float) -> None:
         seen.append((seconds, data_in(run / "report.html")["live"]))
@@ -207,13 +197,6 @@ def test_live_writes_again_until_interrupted(tmp_path: Path, monkeypatch: pytest
     assert main(["report", str(run), "--live", "5"]) == 0
     assert seen == [(5.0, 5.0)] * 2
     assert data_in(run / "report.html")["live"] is None
-    assert main(["report", str(run), "--live", "0"]) == 1
-
-
-def test_command_writes_the_page_into_the_first_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path / "run", steps=2, name="\x1b[31mred")
-    (run / "rollouts/logs.jsonl").write_text("")
-    assert main(["report", str(run)]) == 0
-    assert len(data_in(run / "report.html")["runs"]) == 1
     assert r"\x1b[31mred: " in capsys.readouterr().out  # names do not steer the terminal
-    assert main(["report", str(tmp_path / "missing")]) == 1
+    for wrong in ([str(run), "--live", "0"], [str(tmp_path / "missing")]):
+        assert main(["report", *wrong]) == 1

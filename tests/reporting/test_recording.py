@@ -191,17 +191,6 @@ def test_a_group_that_another_replaced_is_marked(make, tmp_path):
     assert [completion.advantages is None for completion in second.completions] == [True, True, False, False]
 
 
-def test_a_continued_run_appends_and_a_new_one_moves_aside(make, tmp_path):
-    make(max_steps=2, save_strategy="steps", save_steps=1).train()
-    make(max_steps=3).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
-    run = read_run(tmp_path / "run")
-    assert run.steps() == [(0, "train"), (1, "train"), (2, "train")]
-    assert len(list(run.folder.glob("records-*"))) == 2
-    make(max_steps=1).train()
-    assert read_run(tmp_path / "run").steps() == [(0, "train")]
-    assert (tmp_path / "run" / "rollouts.1").is_dir()
-
-
 def test_a_continued_run_records_and_measures_by_the_schedule_of_an_uninterrupted_one(make, tmp_path):
     build = partial(make, max_steps=3, rollout_log_steps=2, attention_rows="auto", save_strategy="steps", save_steps=1)
     histories = []
@@ -212,6 +201,10 @@ def test_a_continued_run_records_and_measures_by_the_schedule_of_an_uninterrupte
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
         histories.append([[item for item in sorted(entry.items()) if not item[0].startswith(SECONDS)] for entry in log])
     assert str(histories[0]) == str(histories[1])
+    assert not (tmp_path / "run" / "rollouts.1").exists(), "it appends"
+    build(max_steps=1).train()
+    assert read_run(tmp_path / "run").steps() == [(0, "train")], "a new run moves the records aside"
+    assert (tmp_path / "run" / "rollouts.1").is_dir()
 
 
 def test_training_continues_where_records_cannot_be_written(make, tmp_path, monkeypatch):

@@ -316,8 +316,7 @@ def refuse_adapter(model: str) -> None:
     """Raise `ConfigError` if a folder holds a LoRA adapter without the model, which transformers does not recognise."""
     folder = Path(model)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        merged = f"vgr-trl merge {model}, then give {folder / 'merged'}"
-        raise ConfigError(f"{model} is a LoRA adapter without its model: run {merged}.")
+        raise ConfigError(f"{model} is a LoRA adapter: run vgr-trl merge {model}, then give {folder / 'merged'}.")
 
 
 def load_processor(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:

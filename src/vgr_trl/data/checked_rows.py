@@ -33,13 +33,13 @@ from vgr_trl.data.images import (
     PLACE,
     TEACHER_IMAGES,
     ImageLimits,
+    boxes_of,
     folder_of,
     frames_of,
     image_size,
     images_of,
     listed,
     open_image,
-    refuse_bad_boxes,
     videos_of,
 )
 from vgr_trl.data.load import lift_nested
@@ -131,8 +131,8 @@ def examine_row(row: Mapping[str, Any], options: RowOptions) -> dict[str, Any]:
             found_sizes = [image_size(value, folder_of(row, options.root)) for value in images_of(row)]
             found_sizes += [frame.size for frame in _frames(row, options)]
             sizes = [options.images.size_of(*size) for size in found_sizes]
-        if options.boxes:
-            refuse_bad_boxes(row, sizes)
+        if options.boxes and len(sizes) == 1:
+            boxes_of(row, sizes[0], "it")
     except DataError as error:
         return examined | {REASON: reason_of(error)}
     answer = {"choices": question.choices, "solution": question.answer, "right": question.right}
@@ -323,10 +323,10 @@ def shared_folder(rows: Any, keys: Keys) -> Path:
 
 def drop_long_prompts(
     dataset: Dataset | IterableDataset,
+    name: str,
     lengths: PromptLengths,
     limit: int,
-    name: str = "train",
-    on_dropped: Callable[[], None] = lambda: None,
+    on_dropped: Callable[[str], None],
 ) -> Dataset | IterableDataset:
     """Drop the rows whose prompt is too long, as truncation would cut image tokens.
 
@@ -334,10 +334,10 @@ def drop_long_prompts(
 
     Args:
         dataset: rows with prompts.
+        name: name of the data in messages.
         lengths: counts the tokens of a prompt.
         limit: largest number of tokens.
-        name: name of the data in messages.
-        on_dropped: called for each row that a stream drops.
+        on_dropped: called with the name for each row that a stream drops.
 
     Raises:
         DataError: no row is within the limit.
@@ -347,7 +347,7 @@ def drop_long_prompts(
         def keep(row: Mapping[str, Any]) -> bool:
             fits = lengths(row) <= limit
             if not fits:
-                on_dropped()
+                on_dropped(name)
             return fits
 
         return dataset.filter(keep)
@@ -614,8 +614,7 @@ def _keep(table: pyarrow.Table, path: Path) -> None:
     try:
         write_atomic(path, content + xxh3_128_digest(content))
     except OSError as error:
-        hint = "the next start checks the rows again. Free space there, or set HF_DATASETS_CACHE to another folder"
-        logger.warning(f"{path.parent} cannot be written ({error_text(error)}): {hint}.")
+        logger.warning(f"{path.parent} cannot be written ({error_text(error)}): free space, or set HF_DATASETS_CACHE.")
 
 
 def _file_states(dataset: Dataset, root: Path) -> list[Any]:

@@ -253,8 +253,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         low, high = float(values.min()), float(values.max())
         full = {"F": 1 if high <= 1 else 255, "I": 255 if high < 256 else 65535}.get(image.mode, 65535)
         if not 0 <= low <= high <= full:
-            problem = f"image has mode {image.mode} and values from {low:g} to {high:g}"
-            raise DataError(f"{problem}: they must be 0 to {full}")
+            raise DataError(f"image has mode {image.mode} and values from {low:g} to {high:g}, not 0 to {full}")
         image = Image.fromarray((values * (255 / full) + 0.5).astype(numpy.uint8))
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
@@ -401,14 +400,3 @@ def boxes_of(row: Mapping[str, Any], size: tuple[int, int], name: str = "A row")
             form = BOX_COLUMNS[column].format(*size)
             raise DataError(f"{name} has the box {numbers} in its column {column}: give {form}.")
     return [(left, top, right, bottom) for left, top, right, bottom in boxes.tolist()]
-
-
-def refuse_bad_boxes(row: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -> None:
-    """Raise `DataError` if a row has one image and boxes that cannot be read.
-
-    Args:
-        row: row of the data.
-        sizes: (width, height) of its images, as the model gets them.
-    """
-    if len(sizes) == 1:
-        boxes_of(row, sizes[0], "it")

@@ -24,9 +24,7 @@ TEMPLATE_SECONDS = 10  # computing time for one question
 PLACEHOLDER = "<image>"  # stands for an image in a question's text, in LLaVA, ms-swift and EasyR1, too
 LONGEST_CONTEXT = 20_000  # characters that a teacher reads beside the prompt
 VIDEO_PLACEHOLDER = re.compile(r"[ \t]*<video>[ \t]*\n?")
-SYSTEM_PROMPTS: dict[str, str] = yaml.safe_load(
-    Path(__file__).with_name("system_prompts.yaml").read_text(encoding="utf-8")
-)
+SYSTEM_PROMPTS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("system_prompts.yaml").read_bytes())
 SYSTEM_PROMPT = SYSTEM_PROMPTS["en"]
 
 # What a template for a message of this role may use.
@@ -110,8 +108,7 @@ def limited(name: str) -> Iterator[None]:
         with limit_seconds(TEMPLATE_SECONDS, _Endless):
             yield
     except _Endless:
-        seconds = f"more than {TEMPLATE_SECONDS} s on one question"
-        raise ConfigError(f"{name} computes for {seconds}: correct its loops, or give another template.") from None
+        raise ConfigError(f"{name} computes for more than {TEMPLATE_SECONDS} s on a question: correct it.") from None
 
 
 class PromptTemplate:

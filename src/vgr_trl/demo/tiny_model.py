@@ -1,6 +1,7 @@
 """A real vision-language model with its processor, small enough to train on a CPU core."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
@@ -16,15 +17,7 @@ EOS, PAD = "<|im_end|>", "<|endoftext|>"
 _VISION = ("vision_start", "vision_end", "image_pad", "video_pad")
 SPECIAL_TOKENS = (PAD, "<|im_start|>", EOS, *(f"<|{name}|>" for name in _VISION))
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")  # not special: they must survive skip_special_tokens
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.txt").read_text(encoding="utf-8").strip()
 
 
 def build_processor(texts: Iterable[str]) -> PaddleOCRVLProcessor:

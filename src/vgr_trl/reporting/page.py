@@ -196,8 +196,7 @@ def read_evaluations(path: Path) -> dict[str, tuple[dict[str, Any], list[Answere
             evaluations[model] = scores | {"accuracy": float(scores["accuracy"])}, answers
         return evaluations
     except (OSError, *DAMAGED_ERRORS) as error:
-        written = f"{path} was not written by vgr-trl evaluate"
-        raise DataError(f"{written}: give the output_dir of a run, or an --output_file.") from error
+        raise DataError(f"{path} was not written by vgr-trl evaluate: give an output_dir or output_file.") from error
 
 
 def _parse_question(item: Mapping[str, Any]) -> AnsweredQuestion:
@@ -232,8 +231,7 @@ def add_answers(answered: Sequence[AnsweredQuestion], page: Page, images: dict[s
     for number, (completions, thumbnails) in enumerate(answered):
         new = {name: content for name, content in thumbnails.items() if name not in images}
         if (size := _compressed_size(completions) + sum(map(len, new.values()))) > left:
-            shown_of = f"{number} of {len(answered)} questions are shown"
-            page["notes"].append(f"{shown_of}; the others exceed the maximum size.")
+            page["notes"].append(f"{number} of {len(answered)} questions are shown; the others are too large.")
             break
         left, shown = left - size, shown + completions
         images |= new
@@ -332,11 +330,9 @@ def add_records(run: Run, page: Page, images: dict[str, str], max_bytes: int) ->
     page["records"].sort(key=lambda record: (record["step"], record["mode"]))
     count, recorded = len(page["records"]), len(run.steps())
     if count < recorded:
-        shown_of = f"{count} of {recorded} recorded steps are shown, evenly spaced"
-        page["notes"].append(f"{shown_of}; the others exceed the maximum size or are unreadable.")
+        page["notes"].append(f"{count} of {recorded} recorded steps are shown; others are too large or unreadable.")
     if maps < all_maps:
-        shown_of = f"Attention over the image is shown for {maps} of {all_maps} completions"
-        page["notes"].append(f"{shown_of}, to keep the page small.")
+        page["notes"].append(f"Attention over the image is shown for {maps} of {all_maps} completions, to save space.")
     if missing:
         page["notes"].append(f"{len(missing)} thumbnails are missing; grey is shown instead.")
     return max_bytes - left

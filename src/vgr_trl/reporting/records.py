@@ -385,8 +385,7 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     folder = records_folder(path)
     if not (folder / LOGS_FILE).is_file() and not any(folder.glob(RECORD_FILES)):
-        problem = "has no records" if path.exists() else "does not exist"
-        raise DataError(f"{path} {problem}: give the output_dir of a run with rollout_log_steps above 0.")
+        raise DataError(f"{path} has no records: give the output_dir of a run with rollout_log_steps above 0.")
     return Run(folder)
 
 

@@ -56,13 +56,14 @@ def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: Dummy
         dummy_image: image that every process can put through the vision tower, or None.
     """
     args, causal = facts.args, causal_model(facts.model)
-    base, compiled = base_of(causal), _why_compiled(facts)
-    noise, training = _why_noise(args), _why_plain_training(facts)
+    base, compiled, noise = base_of(causal), _why_compiled(facts), _why_noise(args)
     spread, rows = _why_rollout_is_spread(args), why_rows_matter(facts, args.loss_type)
-    unshared = "training does not share prompts" if training else None
     headless = "a model that is its own base" if base is causal else None
     sharded = "sharded parameters" if facts.is_sharded else None  # FSDP shards in `train()`
     router = "the load-balancing loss reads all tokens" if facts.has_router_loss else None
+    scoring = _why_no_pass_shares(facts) or compiled or headless or why_not_share(facts.model)
+    training = scoring or router
+    unshared = "training does not share prompts" if training else None
     option = find_every_token_option(args)
     read = compiled or router or (f"{option} reads all tokens" if option else None)
 
@@ -71,7 +72,7 @@ def plan_features(facts: RunFacts, needed: Mapping[str, str], dummy_image: Dummy
 
     features = Features(
         share_generation=Feature(_why_plain_generation(facts)),
-        share_scoring=Feature(_why_no_pass_shares(facts) or compiled or headless or why_not_share(facts.model)),
+        share_scoring=Feature(scoring),
         share_training=Feature(training),
         join_micro_batches=Feature(off("rows_per_pass") or unshared or rows),
         regroup=Feature(unshared or (None if args.share_prompts == "on" else rows or spread)),
@@ -97,18 +98,6 @@ def _why_plain_generation(facts: RunFacts) -> str | None:
         or ("continuous batching shares prompts itself" if args.use_transformers_continuous_batching else None)
         or ("FSDP" if facts.fsdp_version else None)
         or (why_not_static(facts.model.config) if args.cache_implementation == "static" else None)
-        or why_not_share(facts.model)
-    )
-
-
-def _why_plain_training(facts: RunFacts) -> str | None:
-    """Return why training passes do not share prompts; `train()` wraps the model and turns checkpointing on."""
-    causal = causal_model(facts.model)
-    return (
-        _why_no_pass_shares(facts)
-        or _why_compiled(facts)
-        or ("a model that is its own base" if base_of(causal) is causal else None)
-        or ("the load-balancing loss needs the router of every token" if facts.has_router_loss else None)
         or why_not_share(facts.model)
     )
 
@@ -148,10 +137,8 @@ def _why_noise(args: DAPOConfig) -> str | None:
 
 
 def _why_no_pass_shares(facts: RunFacts) -> str | None:
-    return "share_prompts=off" if facts.args.share_prompts == "off" else _why_columns_matter(facts)
-
-
-def _why_columns_matter(facts: RunFacts) -> str | None:
+    if facts.args.share_prompts == "off":
+        return "share_prompts=off"
     return _why_noise(facts.args) or why_adapter_reads_whole_rows(facts.model)
 
 
@@ -265,8 +252,7 @@ def announce(run: Run, passes: RowsPerPass, idle: Mapping[str, str]) -> None:
     logger.info(str(features))
     is_fast = args.use_vllm or args.use_transformers_continuous_batching or args.cache_implementation
     if run.accelerator.device.type == "cuda" and not is_fast:
-        cure = "set use_vllm, or cache_implementation=static, with which a 7B takes 1.7 s for 128 tokens, not 5.1 s"
-        logger.warning(f"Kernel launches slow down generation by transformers: {cure}.")
+        logger.warning("Kernel launches slow down generation: set use_vllm, or cache_implementation=static.")
     shared = features.share_generation.enabled or features.share_training.enabled
     if shared and has_active_dropout(facts.model, when_training=True):
         logger.warning("Where prompts are shared, the completions of a prompt share the dropout drawn over it.")
@@ -309,18 +295,8 @@ def plan_measurement(facts: RunFacts) -> Measurement:
     top = args.teacher_top_k if "teacher_top" in needed else top
     layers = count_attention_layers(model) if "attention" in needed else 0
     samples = args.attention_rows == "auto" and args.attention_source == "scoring" and not facts.completion_maker
-    return Measurement(
-        needed,
-        ids,
-        tuple(special_token_ids(facts.processor)),
-        perturbations,
-        args.row_views,
-        top,
-        named,
-        layers,
-        samples,
-        frozenset(args.term_needs()),
-    )
+    special, terms = tuple(special_token_ids(facts.processor)), frozenset(args.term_needs())
+    return Measurement(needed, ids, special, perturbations, args.row_views, top, named, layers, samples, terms)
 
 
 def find_needed_measurements(facts: RunFacts) -> dict[str, str]:

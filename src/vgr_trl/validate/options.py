@@ -171,7 +171,7 @@ def refuse_targets_without_module(model: PeftModel) -> None:
     targets = getattr(next(iter(model.peft_config.values())), "target_modules", None)
     if isinstance(targets, str) or not targets:
         return
-    adapted = getattr(model.base_model, "targeted_module_names", [])
+    adapted: Any = model.base_model.targeted_module_names
     missing = sorted(target for target in targets if not any(f".{name}".endswith(f".{target}") for name in adapted))
     if missing:
         linear = {name.split(".")[-1] for name, module in model.named_modules() if hasattr(module, "in_features")}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.trainers import emitted, letters_reward, logged
 
-from vgr_trl.config import decay
+from vgr_trl.config import NoisyOptions
 from vgr_trl.views import perturbed_pass as noisy
 
 NOISE = {"noisy_generations": 3, "max_steps": 1}
@@ -93,5 +93,6 @@ def test_the_ratio_to_the_policy_that_generated(make, monkeypatch):
     ],
 )
 def test_decays_as_published(kind, coefficient, expected):
-    found = [decay(kind, step, 100, coefficient, 40) for step in (1, 20, 40, 60, 100)]
-    assert found == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    options = NoisyOptions(noisy_decay=kind, noisy_decay_coef=coefficient, noisy_decay_midpoint=40)
+    left = [options.noise_left(step, 100) for step in (1, 20, 40, 60, 100)]
+    assert left == pytest.approx(expected, rel=1e-9, abs=1e-15)
