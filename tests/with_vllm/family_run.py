@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from datasets import Dataset
 from PIL import Image, ImageDraw
 from running import served
 from safetensors.torch import load_file, save_file
-from support.models.families import FAMILIES, OTHERS, PINPOINTS, Family, build
-from support.models.processors import FOUR_TOKENS, byte_tokenizer
+from support.models.families import FAMILIES, OTHERS, Family, build
+from support.models.processors import byte_tokenizer
 from support.tool_runs import TEMPLATE, look
 from trl.chat_template_utils import qwen3_template
 from trl.generation import vllm_generation
@@ -51,81 +50,21 @@ DTYPES = {"qwen3_5": "bfloat16"}  # vLLM's gated delta net on a CPU takes no oth
 KEPT = {"save_strategy": "steps", "save_steps": 1, "replay_buffer_size": 4}
 
 TABLE = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
-SIZE = {"height": 16, "width": 16}
 TRIPLE = "<|vision_start|><|image_pad|><|vision_end|>"
-PIXELS = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
-BOUNDS = {"size": {"shortest_edge": 64, "longest_edge": 512}}
-TILES = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
-FRAMES = {"video_sampling": {"fps": 1, "max_frames": 4, "video_size": {"longest_edge": 16}}}
-LLAVA = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-SHORT = {"size": {"shortest_edge": 16}, "crop_size": SIZE}
-SQUARE = {"size": {"shortest_edge": 16, "longest_edge": 16}, "do_image_splitting": False}
-GEMMA4 = {"patch_size": 4, "pooling_kernel_size": 2}
-LFM2 = {
-    "do_image_splitting": False, "encoder_patch_size": 4, "downsample_factor": 2, "tile_size": 16,
-    "min_image_tokens": 2, "max_image_tokens": 4, "max_num_patches": 16,
-}  # fmt: skip
 
 
-def qwen(kind: str, videos: str = "Qwen2VLVideoProcessor") -> Callable[[Any], Any]:
-    def made(tokenizer: Any) -> Any:
-        images = hf.Qwen2VLImageProcessor(**PIXELS, **BOUNDS)
-        return getattr(hf, kind)(images, tokenizer, getattr(hf, videos)(**PIXELS))
-
-    return made
-
-
-def gemma4(tokenizer: Any) -> Any:
-    images = hf.Gemma4ImageProcessor(**GEMMA4, max_soft_tokens=70)
-    return hf.Gemma4Processor(hf.Gemma4AudioFeatureExtractor(), images, tokenizer, hf.Gemma4VideoProcessor(**GEMMA4))
-
-
-def internvl(tokenizer: Any) -> Any:
-    images = hf.GotOcr2ImageProcessor(size=SIZE, crop_to_patches=True, max_patches=4)
-    return hf.InternVLProcessor(images, tokenizer, hf.InternVLVideoProcessor(size=SIZE), **FOUR_TOKENS)
-
-
-def paligemma(tokenizer: Any) -> Any:
-    images, tokenizer.bos_token = hf.SiglipImageProcessor(size=SIZE), "<bos>"
-    images.image_seq_length = 16
-    return hf.PaliGemmaProcessor(images, tokenizer)
-
-
-QWEN3 = qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
-PROCESSORS: dict[str, Callable[[Any], Any]] = {
-    "qwen2_vl": qwen("Qwen2VLProcessor"),
-    "qwen2_5_vl": qwen("Qwen2_5_VLProcessor"),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5"), QWEN3),
-    "glm4v": lambda tokenizer: hf.Glm4vProcessor(
-        hf.Glm4vImageProcessor(**PIXELS, **BOUNDS), tokenizer, hf.Glm4vVideoProcessor(**PIXELS)
-    ),
-    "gemma3": lambda tokenizer: hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=SIZE), tokenizer, **FOUR_TOKENS),
-    **dict.fromkeys(("gemma4", "gemma4_published"), gemma4),
-    "llava": lambda tokenizer: hf.LlavaProcessor(hf.CLIPImageProcessor(**SHORT), tokenizer, **LLAVA),
-    "llava_next": lambda tokenizer: hf.LlavaNextProcessor(
-        hf.LlavaNextImageProcessor(**SHORT, image_grid_pinpoints=PINPOINTS), tokenizer, **LLAVA
-    ),
-    "internvl": internvl,
-    "idefics2": lambda tokenizer: hf.Idefics2Processor(hf.Idefics2ImageProcessor(**SQUARE), tokenizer, image_seq_len=4),
-    "idefics3": lambda tokenizer: hf.Idefics3Processor(hf.Idefics3ImageProcessor(**TILES), tokenizer, image_seq_len=4),
-    "smolvlm": lambda tokenizer: hf.SmolVLMProcessor(
-        hf.SmolVLMImageProcessor(**TILES), tokenizer, hf.SmolVLMVideoProcessor(**TILES, **FRAMES), image_seq_len=4
-    ),
-    "mistral3": lambda tokenizer: hf.PixtralProcessor(
-        hf.PixtralImageProcessor(size={"longest_edge": 32}, patch_size=4), tokenizer, patch_size=4, spatial_merge_size=2
-    ),
-    "paligemma": paligemma,
-    "ovis2": lambda tokenizer: hf.Ovis2Processor(
-        hf.Ovis2ImageProcessor(size=SIZE, crop_to_patches=False), tokenizer, image_seq_length=4
-    ),
-    "lfm2_vl": lambda tokenizer: hf.Lfm2VlProcessor(hf.Lfm2VlImageProcessor(**LFM2), tokenizer),
-}
+def made_processor(tokenizer: Any, kind: str, parts: dict[str, dict[str, Any]], **options: Any) -> Any:
+    """A processor with its parts, each of a class with options; `options`: those of the processor itself."""
+    made = {name: getattr(hf, part["kind"])(**part.get("options", {})) for name, part in parts.items()}
+    if kind == "PaliGemmaProcessor":
+        made["image_processor"].image_seq_length, tokenizer.bos_token = 16, "<bos>"
+    return getattr(hf, kind)(tokenizer=tokenizer, **made, **options)
 
 
 def saved_model(name: str, folder: Path) -> Any:
     """Save a tiny model of a family, with heads of 32, and its processor; return the processor as it is loaded."""
     row = TABLE[name]
-    processor = PROCESSORS[name](byte_tokenizer(**row["special"]))
+    processor = made_processor(byte_tokenizer(**row["special"]), **row["processor"])
     processor.chat_template = processor.tokenizer.chat_template = TEMPLATE.replace(TRIPLE, row["image"])
     processor.tokenizer.padding_side = "left"
     number = processor.tokenizer.convert_tokens_to_ids
