@@ -139,31 +139,18 @@ def test_a_server_gets_images_beside_unexpanded_prompts(gemma):
 
 
 @pytest.mark.parametrize(
-    ("given", "cure"),
+    ("given", "error", "words"),
     [
-        ({"status": 404}, "from 0.30 on"),
-        ({"prompt_token_ids": None}, "from 0.30 on"),
-        ({"status": 400}, "At most 1 image"),
+        ({"status": 404}, VLLMServerError, "from 0.30 on"),
+        ({"prompt_token_ids": None}, VLLMServerError, "from 0.30 on"),
+        ({"status": 400}, VLLMServerError, "At most 1 image"),
+        ({"choices": []}, VLLMServerError, "completions a prompt"),
+        ({"prompt_token_ids": [1, 9, 9, 9]}, ConfigError, "vLLM reads a prompt with images as 4 tokens"),
     ],
 )
-def test_a_server_that_takes_no_images_beside_tokens_is_named(gemma, given, cure):
+def test_what_a_server_that_answers_otherwise_leads_to(gemma, given, error, words):
     vllm = served(gemma, Server(**given))
-    with (
-        pytest.raises(VLLMServerError, match=f"^The vLLM server at [^ ]+ (takes|refuses).*{cure}"),
-        patches.answers_of_server(vllm, 1),
-    ):
-        vllm.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
-
-
-def test_images_with_another_number_of_completions_train_nothing(gemma):
-    vllm = served(gemma, Server(choices=[]))
-    with pytest.raises(VLLMServerError), patches.answers_of_server(vllm, 1):
-        vllm.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
-
-
-def test_a_server_that_expands_otherwise_is_refused(gemma):
-    vllm = served(gemma, Server(prompt_token_ids=[1, 9, 9, 9]))
-    with pytest.raises(ConfigError), patches.answers_of_server(vllm, 1):
+    with pytest.raises(error, match=words), patches.answers_of_server(vllm, 1):
         vllm.generate([[1, 9, 9, 9, 9]], [[MESSAGES[0][0]["content"][0]["image"]]], 1)
 
 

@@ -43,6 +43,7 @@ def test_steps_of_every_loss(loss):
     """One group has no variance, the other has an advantage for every other completion; credit where it is read."""
     ours = assert_equal_steps(**LOSSES[loss], **TWICE, credit=loss not in WHOLE_COMPLETIONS)
     assert ours.run.features.skip_zero_advantage_tokens.enabled == (loss not in WHOLE_COMPLETIONS)
+    assert ours.run.features.regroup.enabled == (loss != "bnpo")
     assert min(logged(ours, "skipped/rows")) >= 5  # of 6 without an advantage; a micro-batch of such rows runs one
 
 

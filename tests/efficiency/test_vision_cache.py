@@ -1,6 +1,5 @@
 import random
 from contextlib import nullcontext
-from importlib import import_module
 from inspect import signature
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -12,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from support.models.compare import checkpointed, generated, gradients, largest_relative, scored, why_plain, with_head
 from support.models.families import FAMILIES, OTHERS, build, make_batch, with_frozen_tower
+from support.models.processors import image_processor
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of
@@ -56,8 +56,7 @@ SOME_WITHOUT = [[FIRST], [FIRST], [], [], [SECOND]]
 def processor_of(family):
     """The processor of a family, with `calls`: how many rows each call of it made pixel inputs of."""
     name, settings = PROCESSORS[family]
-    module = import_module(f"transformers.models.{name}.image_processing_pil_{name}")
-    processor = getattr(module, module.__all__[0])(**settings)
+    processor = image_processor(name, **settings)
     plain, processor.calls = processor.preprocess, []
 
     def preprocess(images, *args, **kwargs):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import engines
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
@@ -45,6 +46,7 @@ def rows_of(processor) -> Dataset:
 
 def measure(kind: str, classes, batch: int, lora: bool, folder: Path, output: Path, watch, **more):
     """The trainer after two updates, and how far they moved all weights; `watch` gets it before. `more`: options."""
+    AcceleratorState._reset_state()  # the configuration of DeepSpeed belongs to one run
     processor = AutoProcessor.from_pretrained(folder)
     options = {
         "max_steps": 2, "num_generations": G, "per_device_train_batch_size": batch, "max_completion_length": T,
@@ -61,7 +63,7 @@ def measure(kind: str, classes, batch: int, lora: bool, folder: Path, output: Pa
     start = whole_parameters(trainer)
     watch(trainer)
     trainer.train()
-    assert engines.found_engine(trainer) == kind
+    assert engines.found_engine(trainer) == kind.removesuffix(" file")
     end = whole_parameters(trainer)
     return trainer, {name: end[name] - start[name] for name in start}
 
@@ -81,7 +83,10 @@ def compare(kind: str, folder: Path, output: Path, watch=lambda trainer: None) -
                 ours, moved = measure(kind, OURS, *given, output / f"{kind} ours", watch, **options)
                 apart = largest(of_trl[name] - moved[name] for name in of_trl) / largest(of_trl.values())
                 computed = max(logged(ours, "sharing/prompts_per_row"))
-                yield {"lora": lora, "batch": batch, "budget": budget, "difference": apart, "prompts_per_row": computed}
+                engine = ours.model_wrapped if ours.is_deepspeed_enabled else None
+                sizes = engine and [engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()]
+                case = {"lora": lora, "batch": batch, "budget": budget, "difference": apart, "sizes": sizes}
+                yield case | {"prompts_per_row": computed}
 
 
 if __name__ == "__main__":

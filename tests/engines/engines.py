@@ -1,6 +1,7 @@
 """The engines of the tests of this folder, on a CPU: what starts them, and what gets at whole parameters."""
 
 import json
+from functools import partialmethod
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ VARIABLES = {
         "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
     },
     "offload": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(Path(__file__).with_name("offload.json"))},
+    "zero2 file": DEEPSPEED,  # by the option `deepspeed`
     "fsdp2": FSDP2,
 }
 SHARDED = ("zero3", "offload", "fsdp2")
@@ -42,7 +44,10 @@ def as_if_large(kind: str, folder: Path) -> dict[str, str]:
 
 
 def options_of(kind: str) -> dict:
-    return {} if kind in ("one", "ddp") else {"use_cpu": False, "ddp_backend": "gloo"}  # DeepSpeed chooses the device
+    if kind in ("one", "ddp"):
+        return {}
+    options = {"use_cpu": False, "ddp_backend": "gloo"}  # DeepSpeed chooses the device
+    return options | ({"deepspeed": str(Path(__file__).with_name("zero2.json"))} if kind == "zero2 file" else {})
 
 
 def take_cpus_for_gpus() -> None:
@@ -61,6 +66,8 @@ def prepare(kind: str) -> None:
     torch.set_num_threads(1)
     if kind == "fsdp2":
         take_cpus_for_gpus()
+    elif kind == "zero2 file":  # where transformers does not hand on ddp_backend
+        PartialState.__init__ = partialmethod(PartialState.__init__, backend="gloo")
 
 
 def found_engine(trainer) -> str:

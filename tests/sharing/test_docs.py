@@ -23,11 +23,13 @@ def run(word, trainer="GRPOTrainer", **names):
     return names
 
 
-@pytest.mark.parametrize("classes", [STOCK, (RLOOTrainer, RLOOConfig)])
-def test_trainers_of_trl(classes, vision, image_rows, tmp_path):
+@pytest.mark.parametrize(
+    ("classes", "loss"), [(STOCK, {}), (STOCK, {"loss_type": "grpo"}), ((RLOOTrainer, RLOOConfig), {})]
+)
+def test_trainers_of_trl(classes, loss, vision, image_rows, tmp_path):
     """Micro-batches of two rows become whole groups; with one group in an optimizer step each prompt runs once."""
     model, processor = vision
-    settings = options(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    settings = options(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, **loss)
     plain = build_trainer(classes, model, processor, image_rows, settings)
     given = {"model": copy.deepcopy(model), "processor": processor, "rows": image_rows, "reward": uneven_reward}
     given["args"] = copy.deepcopy(plain.args)

@@ -5,7 +5,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.models.compare import plain_and_shared, with_head
 from support.models.families import BODY, FAMILIES, OTHERS, PAD, Family, build, make_batch, text_model
-from support.models.flash_on_cpu import as_flash, with_kernels
 
 from vgr_trl.sharing import why_not_share
 from vgr_trl.sharing.model_support import base_of, causal_model
@@ -46,14 +45,6 @@ def test_other_models_stay_as_they_were(name, dtype):
     assert torch.equal(state, torch.get_rng_state())
     assert modes == [module.training for module in model.modules()]
     assert base.rope_deltas is before
-
-
-def test_kernels_that_want_a_gpu_are_not_asked(monkeypatch):
-    with_kernels(monkeypatch)
-    model = as_flash(build("qwen2_5_vl"))
-    attention = model.config.text_config._attn_implementation
-    assert why_not_share(model) is None
-    assert model.config.text_config._attn_implementation == attention
 
 
 def test_a_model_that_cannot_read_two_rows_of_text_runs_plainly(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.models import compare
-from support.models.families import FAMILIES, IMAGE, OPEN, OTHERS, PAD, PIXEL_INPUTS, VIDEO, build, make_batch
+from support.models.families import FAMILIES, OPEN, OTHERS, PAD, PIXEL_INPUTS, VIDEO, build, make_batch
 
 from vgr_trl.errors import DataError
 from vgr_trl.sharing import ignore_empty_images, share_prompts, why_not_share
@@ -236,18 +236,13 @@ def test_threads_share_alike():
             assert all((one - other).abs().max() < 4e-6 for one, other in zip(expected, shared, strict=True))
 
 
-def two_rows():
-    ids = torch.tensor([[10, 11, 12, 13, 20, 21], [10, 11, 12, 13, 30, 31]])
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)}
-
-
 def test_inputs_that_cannot_be_split():
-    changes = {"input_ids": (IMAGE, (3, 5)), "mm_token_type_ids": (1, (3, 5)), "attention_mask": (0, (2, 3))}
-    for name, column in [(name, column) for name, (_, columns) in changes.items() for column in columns]:
-        inputs = two_rows()
-        inputs[name][:, column] = changes[name][0]
-        with pytest.raises(UnsupportedModel):
-            find_split(inputs, CONFIG, 3)
+    ids = torch.tensor([[10, 11, 12, 13, 20, 21], [10, 11, 12, 13, 30, 31]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)}
+    for name, value, columns in (("mm_token_type_ids", 1, (3, 5)), ("attention_mask", 0, (2, 3))):
+        for column in columns:
+            with pytest.raises(UnsupportedModel):
+                find_split(inputs | {name: inputs[name].index_fill(1, torch.tensor(column), value)}, CONFIG, 3)
     for asked in ({"return_dict": False}, {"output_attentions": True}):
         with pytest.raises(UnsupportedModel, match=next(iter(asked))):
-            check_inputs({**two_rows(), **asked}, CONFIG)
+            check_inputs(inputs | asked, CONFIG)

@@ -1,6 +1,5 @@
 import copy
 import random
-from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +24,12 @@ TABLE = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text(encoding
 SMALL = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
 
 
-def passes_of(trainer):
+def passes_of(trainer, compute=lambda positions: None):
     rows, plain = [], trainer._loss_of_part
 
     def count(model, batch, weight=1.0):
         rows.append(len(batch))
+        compute(batch.ids.numel())
         return plain(model, batch, weight)
 
     trainer._loss_of_part = count
@@ -118,7 +118,6 @@ def test_a_run_is_continued_within_a_rollout(before, after, vision, image_rows, 
     assert_same_steps(vision[0], rest, whole)
 
 
-@contextmanager
 def simulated_device(monkeypatch, total, fixed, update, per_position):
     """A GPU on which an update takes a fixed part and a part per position that its largest pass computes."""
     device = SimpleNamespace(peak=0, allocated=fixed)
@@ -130,7 +129,7 @@ def simulated_device(monkeypatch, total, fixed, update, per_position):
     device.compute = lambda positions: setattr(
         device, "peak", max(device.peak, device.allocated + update + positions * per_position)
     )
-    yield device
+    return device
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -140,32 +139,32 @@ def test_no_pass_needs_more_than_the_device_has(seed, monkeypatch):
     prompt, longest = draw.choice([100, 1000]), draw.choice([50, 500])
     user = update + per_position * (prompt + longest)
     total = int((10_000 + 2 * update + user) * draw.choice([1.2, 2, 10]))
-    with simulated_device(monkeypatch, total, 10_000, update, per_position) as device:
-        limits = RowsPerPass(1, group, None, UpdateMemory(torch.device("cpu"), lambda each: each), None)
-        largest = []
-        for step in range(12):
-            completion = draw.randint(longest // 2, longest)
-            limits.memory.begin_pass()
-            passes, row = [], 0
-            while row < group:
-                rows = 1
-                while row + rows < group and limits.load(
-                    rows + 1, prompt + (rows + 1) * completion, (rows + 1) * (prompt + completion)
-                ) <= 1:  # fmt: skip
-                    rows += 1
-                passes.append((prompt + rows * completion, rows * (prompt + completion)))
-                largest.append(rows)
-                row += rows
-            if len(passes) > 1:
-                limits.memory.measure(passes)
-            for computed, _ in passes:
-                device.compute(computed)
-            assert device.peak <= total, step
-            limits.memory.end_update()
-            device.allocated = 10_000 + update  # the averages of the optimizer
-        assert largest[0] == 1
-        if total > 2 * (10_000 + 2 * update + per_position * (prompt + group * longest)):
-            assert largest[-1] == group
+    device = simulated_device(monkeypatch, total, 10_000, update, per_position)
+    limits = RowsPerPass(1, group, None, UpdateMemory(torch.device("cpu"), lambda each: each), None)
+    largest = []
+    for step in range(12):
+        completion = draw.randint(longest // 2, longest)
+        limits.memory.begin_pass()
+        passes, row = [], 0
+        while row < group:
+            rows = 1
+            while row + rows < group and limits.load(
+                rows + 1, prompt + (rows + 1) * completion, (rows + 1) * (prompt + completion)
+            ) <= 1:  # fmt: skip
+                rows += 1
+            passes.append((prompt + rows * completion, rows * (prompt + completion)))
+            largest.append(rows)
+            row += rows
+        if len(passes) > 1:
+            limits.memory.measure(passes)
+        for computed, _ in passes:
+            device.compute(computed)
+        assert device.peak <= total, step
+        limits.memory.end_update()
+        device.allocated = 10_000 + update  # the averages of the optimizer
+    assert largest[0] == 1
+    if total > 2 * (10_000 + 2 * update + per_position * (prompt + group * longest)):
+        assert largest[-1] == group
 
 
 def test_passes_of_a_trainer_grow_to_whole_groups(vision, image_rows, tmp_path, monkeypatch):
@@ -173,13 +172,8 @@ def test_passes_of_a_trainer_grow_to_whole_groups(vision, image_rows, tmp_path, 
     expected = trained(DAPO, *vision, image_rows, settings | {"rows_per_pass": "off"})
     trainer = build_trainer(DAPO, *vision, image_rows, settings)
     trainer.rows_per_pass.memory = UpdateMemory(trainer.accelerator.device, trainer.accelerator.gather)
-    found, plain = passes_of(trainer), trainer._loss_of_part
-    with simulated_device(monkeypatch, 10**9, 1000, 0, 1) as device:
-        trainer._loss_of_part = lambda model, batch, weight=1.0: (
-            device.compute(batch.ids.numel()),
-            plain(model, batch, weight),
-        )[1]
-        trainer.train()
+    found = passes_of(trainer, simulated_device(monkeypatch, 10**9, 1000, 0, 1).compute)
+    trainer.train()
     assert found[:8] == [1] * 8
     assert found[-1] == 8
     assert_same_steps(vision[0], trainer, expected)

@@ -97,7 +97,6 @@ class Engine(NoVLLM):
     def generate(self, prompts, images, num_generations, profiler):
         """Sample each row by whole passes; rows are as many as completions, in the order of TRL."""
         self.asked, read = (prompts, images), expanded(self.processor, prompts, images)
-        prompts, images = self.do("prompts", prompts), self.do("images", images)
         pixels = self.do("pixels", self.processor.image_processor([i for of_row in images for i in of_row]))
         ids = self.do("ids", expanded(self.processor, prompts, images))
         width, pad = max(map(len, ids)), self.processor.tokenizer.pad_token_id
@@ -113,7 +112,7 @@ class Engine(NoVLLM):
             logps = (self.do("logits", logits) / self.temperature).log_softmax(-1)
             likely = logps.exp().nan_to_num(1).index_fill(1, unsampled, 0)  # an image token would have no image
             chosen = torch.multinomial(likely, 1, generator=self.generator)
-            drawn.append(self.do("logps", (logps, chosen))[0].gather(1, chosen))
+            drawn.append(logps.gather(1, chosen))
             rows, mask = torch.cat([rows, chosen], 1), torch.cat([mask, torch.ones_like(chosen)], 1)
         logps = self.do("drawn", torch.cat(drawn, 1))
         return read, rows[:, width:].tolist(), logps.unsqueeze(-1).tolist(), None

@@ -68,35 +68,8 @@ def trainers(tmp_path_factory):
         yield made
 
 
-def layers(model):
-    return model.model.language_model.layers
-
-
-def set_weights(part, change):
-    """A fault of the sync: the weights of a part of the model are changed ones."""
-
-    def fault(engine, model):
-        for name, weight in part(model).named_parameters():
-            weight.data = change(name, weight.data)
-        return model
-
-    return fault
-
-
-def keep_old(part):
-    """A fault of the sync: a part of the model keeps its weights."""
-
-    def fault(engine, model):
-        part(model).load_state_dict(part(engine.model).state_dict())
-        return model
-
-    return fault
-
-
-def one_layer_late(engine, model):
-    old = [copy.deepcopy(layer.state_dict()) for layer in layers(model)]
-    for layer, state in zip(layers(model), [old[-1], *old[:-1]], strict=True):
-        layer.load_state_dict(state)
+def stale_tower(engine, model):
+    model.model.visual.load_state_dict(engine.model.model.visual.state_dict())
     return model
 
 
@@ -106,76 +79,31 @@ def without_adapter(engine, model):
     return model
 
 
-def rounded(name, weight):
-    step = weight.abs().max() / 2
-    return (weight / step).round() * step
-
-
-def expanded_twice(engine, ids):
-    """After the tokens that get features come as many less one that stay placeholders, as in vLLM."""
-    token, placeholder, read = engine.processor.image_token_id, engine.model.config.video_token_id, []
-    for row in ids:
-        end = len(row) - row[::-1].index(token)
-        read.append([*row[:end], *[placeholder] * (row.count(token) - 1), *row[end:]])
-    return read
-
-
-def whole(model):
+def not_a_number(engine, model):
+    for weight in model.parameters():
+        weight.data *= torch.nan
     return model
 
 
-def attention(model):
-    return layers(model)[0].self_attn
+def rope_offset(engine, inputs):
+    """Positions that ignore the grid of the image, and begin later at its tokens."""
+    counted = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0) + 7 * (inputs["mm_token_type_ids"] > 0)
+    return {**inputs, "position_ids": counted.expand(3, -1, -1)}
 
 
-def positions(change):
-    """A fault of the forward pass: positions of text alone, which ignore the grid of the image, changed."""
-
-    def fault(engine, inputs):
-        counted = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-        return {**inputs, "position_ids": change(counted, inputs).expand(3, -1, -1)}
-
-    return fault
+def not_normalised(engine, pixels):
+    return {**pixels, "pixel_values": torch.as_tensor(pixels["pixel_values"]) * 0.27 + 0.45}
 
 
-def swap(values):
-    return [*values[4:], *values[:4]]
-
-
-def scaled(factor):
-    return lambda name, weight: weight * factor
-
-
-def pixels_of(change):
-    return lambda engine, pixels: {**pixels, "pixel_values": change(torch.as_tensor(pixels["pixel_values"]))}
-
-
-FAULTS = {
-    "a sync is left out": ("model", keep_old(whole)),
-    "stale vision cache": ("model", keep_old(lambda model: model.model.visual)),
-    "head not synced": ("model", set_weights(lambda model: model.lm_head, lambda name, weight: weight.roll(1, 0))),
-    "one layer's weights zero": ("model", set_weights(lambda model: layers(model)[1], scaled(0))),
-    "a sync one layer late": ("model", one_layer_late),
+FAULTS = {  # the nearest of each place, of 26 that were tried: 0.11 to 6 nats a token from the trainer
+    "stale vision cache": ("model", stale_tower),
     "adapter unmerged": ("model", without_adapter),
-    "a bias dropped": ("model", set_weights(attention, lambda name, w: w * (not name.endswith("v_proj.bias")))),
-    "query and key exchanged": ("model", set_weights(attention, lambda name, w: w.roll(16, 0))),
-    "norms counted from 0": ("model", set_weights(whole, lambda name, w: w + ("norm" in name))),
-    "weights in two bits": ("model", set_weights(whole, rounded)),
-    "weights not a number": ("model", set_weights(whole, scaled(torch.nan))),
-    "prompts expanded twice": ("ids", expanded_twice),
-    "prompts cut": ("ids", lambda engine, ids: [row[:-6] for row in ids]),
-    "prompts of other rows": ("ids", lambda engine, ids: swap(ids)),
-    "images swapped between rows": ("images", lambda engine, images: swap(images)),
-    "images left out": ("pixels", pixels_of(torch.zeros_like)),
-    "pixels not normalised": ("pixels", pixels_of(lambda values: values * 0.27 + 0.45)),
-    "patches in another order": ("pixels", pixels_of(lambda values: values.flip(0))),
+    "weights not a number": ("model", not_a_number),
+    "prompts of other rows": ("ids", lambda engine, ids: [*ids[4:], *ids[:4]]),
+    "pixels not normalised": ("pixels", not_normalised),
     "padding is read": ("mask", lambda engine, mask: torch.ones_like(mask)),
-    "rope offset": ("inputs", positions(lambda counted, inputs: counted + 7 * (inputs["mm_token_type_ids"] > 0))),
-    "rope of text": ("inputs", positions(lambda counted, inputs: counted)),
+    "rope offset": ("inputs", rope_offset),
     "temperature forgotten": ("logits", lambda engine, logits: logits * engine.temperature),
-    "logps without temperature": ("logps", lambda engine, pair: ((pair[0] * engine.temperature).log_softmax(-1),)),
-    "logps of the likeliest token": ("logps", lambda engine, pair: (pair[0].amax(1, True).expand_as(pair[0]),)),
-    "mixed up completions": ("drawn", lambda engine, drawn: drawn.roll(1, 0)),
     "logps of the token before": ("drawn", lambda engine, drawn: drawn.roll(1, 1)),
 }
 

@@ -4,7 +4,7 @@ from functools import partial
 import pytest
 import torch
 from peft import LoraConfig
-from support.trainers import emitted, logged, tiny_model
+from support.trainers import emitted, letters_reward, logged, tiny_model, weights
 from transformers import TrainerCallback
 
 from vgr_trl import registries
@@ -138,10 +138,42 @@ def closer(monkeypatch):
     return closer
 
 
+def gradients_of(run):
+    """The gradients by name that the last optimizer step will have read."""
+    found = {}
+
+    def keep(*args, **kwargs):
+        found.update({name: weight.grad.clone() for name, weight in run.model.named_parameters()})
+
+    run.add_callback(type("Keep", (TrainerCallback,), {"on_pre_optimizer_step": keep}))
+    return found
+
+
+def assert_gradients(found, run):
+    """They are those that the model has now."""
+    expected = {name: weight.grad for name, weight in run.model.named_parameters() if weight.grad is not None}
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    assert largest > 1e-4
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 2e-6 * largest, name
+
+
 def with_boxes(rows):
     """Every other row has a box, of other sides each."""
     boxes = [[0.0, 0.0, 0.5, 1.0], None, [0.25, 0.5, 1.0, 0.75], None]
     return rows.add_column("bbox", [boxes[row % 4] for row in range(len(rows))])
+
+
+@pytest.fixture
+def taught(closer, vision_trainer, model_folder):
+    """Builds trainers of a model in float64 that stands still, with a teacher that sees `closer`; options by name."""
+
+    def build(rewards=letters_reward, **options):
+        still = {"max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0, "shuffle_dataset": False}
+        model, rows = tiny_model(model_folder).double(), with_boxes(vision_trainer.rows)
+        return vision_trainer(rewards, rows, model=model, **{"teacher_view": "closer", **still, **options})
+
+    return build
 
 
 def asked_with_images(run, rollout, view):
@@ -172,12 +204,11 @@ def asked_with_images(run, rollout, view):
 
 
 @pytest.mark.parametrize("share", ["on", "off"])
-def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_folder, monkeypatch):
+def test_a_teacher_with_more_image_tokens(share, closer, taught, monkeypatch):
     """As each row alone, in float64; rows without a box have no gap, weight 1, and nothing is added to them."""
-    run = vision_trainer(
-        rows=with_boxes(vision_trainer.rows), model=tiny_model(model_folder).double(), max_steps=1, learning_rate=0.0,
-        teacher_view="closer", credit_rules=["rlsd", "distil"], share_prompts=share, perturbation="gaussian_blur",
-        signals=["stability"], further_perturbations=["mask_image"], shuffle_dataset=False, rollout_log_steps=1,
+    run = taught(
+        credit_rules=["rlsd", "distil"], share_prompts=share, perturbation="gaussian_blur", signals=["stability"],
+        further_perturbations=["mask_image"], rollout_log_steps=1,
     )  # fmt: skip
     passes, computed = noted_passes(monkeypatch), {"tokens": 0, "patches": 0}
 
@@ -217,27 +248,23 @@ def test_a_teacher_with_more_image_tokens(share, closer, vision_trainer, model_f
 
 
 @pytest.mark.parametrize(("rule", "moves"), [("distil", True), ("rlsd", False)])
-def test_what_a_teacher_adds_trains_groups_without_variance(rule, moves, closer, vision_trainer, model_folder, caplog):
+def test_what_a_teacher_adds_trains_groups_without_variance(rule, moves, taught, caplog):
     """Each step counts as one with a gradient, where the rule adds one."""
-    run = vision_trainer(
-        lambda completions, **columns: [1.0] * len(completions), rows=with_boxes(vision_trainer.rows), max_steps=5,
-        teacher_view="closer", credit_rules=[rule], max_completion_length=2,
+    run = taught(
+        lambda completions, **columns: [1.0] * len(completions), credit_rules=[rule], max_completion_length=2,
+        max_steps=5, learning_rate=1e-3,
     )  # fmt: skip
+    before = weights(run)
     run.train()
     assert any("No group has had a gradient" in record.message for record in caplog.records) != moves
-    before = dict(tiny_model(model_folder).named_parameters())
-    assert any(not torch.equal(value, before[name]) for name, value in run.model.named_parameters()) == moves
+    assert torch.equal(before, weights(run)) != moves
     assert set(logged(run, "frac_reward_zero_std")) == {1.0}
 
 
 @pytest.mark.parametrize("adapts", [False, True])
-def test_the_reference_teaches(adapts, closer, vision_trainer, model_folder, monkeypatch):
-    seen, model = [], tiny_model(model_folder).double()
-    model.config._name_or_path = str(model_folder)
-    run = vision_trainer(
-        rows=with_boxes(vision_trainer.rows), model=model, max_steps=2, learning_rate=0.1, teacher_view="closer",
-        teacher_weights="reference", peft_config=LoraConfig(target_modules=["q_proj"]) if adapts else None,
-    )  # fmt: skip
+def test_the_reference_teaches(adapts, closer, taught, model_folder, monkeypatch):
+    seen, adapter = [], LoraConfig(target_modules=["q_proj"]) if adapts else None
+    run = taught(max_steps=2, learning_rate=0.1, teacher_weights="reference", peft_config=adapter)
 
     def measured(run, rollout):
         score_perturbed(run, rollout)
@@ -257,24 +284,15 @@ def test_the_reference_teaches(adapts, closer, vision_trainer, model_folder, mon
     ("kind", "top", "options"),
     [("forward", 5, {}), ("reverse", 0, {"gradient_checkpointing": True}), ("jensen_shannon", 3, {"temperature": 0.7})],
 )
-def test_gradients_of_the_divergence_from_a_teacher(
-    kind, top, options, closer, vision_trainer, model_folder, monkeypatch
-):
+def test_gradients_of_the_divergence_from_a_teacher(kind, top, options, closer, taught, monkeypatch):
     """As by autograd of the formula on all logits in float64, whole micro-batches and one position at a time."""
     numbers = {"teacher_divergence_coef": 0.5, "teacher_divergence_kind": kind, "gated_distillation_coef": 0.2}
-    run = vision_trainer(
-        lambda completions, **columns: [1.0] * len(completions), rows=with_boxes(vision_trainer.rows), max_steps=1,
-        model=tiny_model(model_folder).double(), teacher_view="closer", teacher_top_k=top, shuffle_dataset=False,
-        loss_terms=["teacher_divergence", "gated_distillation"], plugin_options=numbers, learning_rate=0.0,
-        max_grad_norm=0.0, **options,
+    run = taught(
+        lambda completions, **columns: [1.0] * len(completions), teacher_top_k=top, plugin_options=numbers,
+        loss_terms=["teacher_divergence", "gated_distillation"], **options,
     )  # fmt: skip
     monkeypatch.setitem(scoring.LOGITS_AT_A_TIME, "cpu", 1)
-    found = {}
-
-    def keep_gradients(*args, **kwargs):
-        found.update({name: weight.grad.clone() for name, weight in run.model.named_parameters()})
-
-    run.add_callback(type("Keep", (TrainerCallback,), {"on_pre_optimizer_step": keep_gradients}))
+    found = gradients_of(run)
     rollout = rollout_of(run, monkeypatch)
     batch, valid = rollout.batch, rollout.signals.mask.bool()
     sampled, every = asked_with_images(run, rollout, closer)
@@ -290,19 +308,15 @@ def test_gradients_of_the_divergence_from_a_teacher(
         return torch.cat([values.exp()[kept].view(len(values), -1), *others], 1)
 
     p, q = fold(teacher), fold(logps)
-    mixture = (p + q) / 2
-    kl = lambda one, other: (one * (one / other).log()).sum(1)  # noqa: E731
+    mixture, kl = (p + q) / 2, lambda one, other: (one * (one / other).log()).sum()
     formula = {"forward": kl(p, q), "reverse": kl(q, p), "jensen_shannon": (kl(p, mixture) + kl(q, mixture)) / 2}
+    divergence = formula[kind]
     tokens = batch.completion_ids[known].unsqueeze(1)
     gap = teacher.gather(1, tokens) - logps.gather(1, tokens)
-    loss = 0.5 * formula[kind].sum() + 0.2 * ((5 * gap).sigmoid().detach() * gap).sum()
+    loss = 0.5 * divergence + 0.2 * ((5 * gap).sigmoid().detach() * gap).sum()
     (loss / valid.sum()).backward()
-    expected = {name: weight.grad for name, weight in run.model.named_parameters() if weight.grad is not None}
-    largest = max(gradient.abs().max() for gradient in expected.values())
-    assert largest > 1e-4
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() <= 2e-6 * largest, name
-    assert logged(run, "teacher_divergence")[0] == pytest.approx((formula[kind].sum() / valid.sum()).item(), rel=1e-3)
+    assert_gradients(found, run)
+    assert logged(run, "teacher_divergence")[0] == pytest.approx((divergence / valid.sum()).item(), rel=1e-3)
     assert 0 < logged(run, "teacher_gate")[0] < 1
 
 
@@ -318,22 +332,18 @@ def test_a_teacher_that_sees_the_clean_image(vision_trainer, monkeypatch):
     assert torch.allclose(signals.views["teacher"][valid], signals.logps[valid], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["forward", "jensen_shannon"])
-def test_a_teacher_of_failures_with_another_for_the_description(
-    kind, closer, vision_trainer, model_folder, monkeypatch
-):
+def test_a_teacher_of_failures_with_another_for_the_description(closer, taught, monkeypatch):
     """Gradients as by autograd on all logits in float64; a row that did not fail has no teacher, nor a pass."""
     registries.views.register("told")(told := lambda images, row, seed: Seen(images, "the shape is round"))
-    numbers, wrong = {"teacher_divergence_kind": kind, "teacher_divergence_coef": 0.5}, [0.0, 1.0, None, -1.0] * 2
+    wrong = [0.0, 1.0, None, -1.0] * 2
 
     def judge(completions, **columns):
         return wrong[: len(completions)]
 
-    run = vision_trainer(
-        judge, rows=with_boxes(vision_trainer.rows), max_steps=1, model=tiny_model(model_folder).double(),
-        teacher_view="closer", teacher_description_view="told", distil_failed_only="judge", blind_tag="answer",
-        loss_terms=["teacher_divergence"], teacher_top_k=0, plugin_options=numbers, shuffle_dataset=False,
-        learning_rate=0.0, max_grad_norm=0.0, reward_weights=[0.0],
+    run = taught(
+        judge, teacher_description_view="told", distil_failed_only="judge", blind_tag="answer", teacher_top_k=0,
+        loss_terms=["teacher_divergence"], reward_weights=[0.0],
+        plugin_options={"teacher_divergence_coef": 0.5, "teacher_divergence_kind": "forward"},
     )  # fmt: skip
     plain, tokenizer = run._generate_single_turn, run.processing_class.tokenizer
     opens, closes = tokenizer.convert_tokens_to_ids(["<answer>", "</answer>"])
@@ -345,12 +355,7 @@ def test_a_teacher_of_failures_with_another_for_the_description(
         return ids, *rest
 
     run._generate_single_turn = generate
-    passes, found = noted_passes(monkeypatch), {}
-
-    def keep_gradients(*args, **kwargs):
-        found.update({name: weight.grad.clone() for name, weight in run.model.named_parameters()})
-
-    run.add_callback(type("Keep", (TrainerCallback,), {"on_pre_optimizer_step": keep_gradients}))
+    passes, found = noted_passes(monkeypatch), gradients_of(run)
     rollout = rollout_of(run, monkeypatch)
     batch, valid = rollout.batch, rollout.signals.mask.bool()
     views = [len(passed) for passed in passes if len(passed) < 8]
@@ -366,14 +371,7 @@ def test_a_teacher_of_failures_with_another_for_the_description(
     teacher = torch.where(within.unsqueeze(-1), torch.stack(hinted), teacher)
     has_teacher = torch.tensor([True] * 4 + [False] * 4).unsqueeze(1) | within
     known = valid & failed.unsqueeze(1) & has_teacher
-    p, q = teacher[known].exp(), logps[known].exp()
-    kl = lambda one, other: (one * (one / other).log()).sum(1)  # noqa: E731
-    mixture = (p + q) / 2
-    divergence = kl(p, q) if kind == "forward" else (kl(p, mixture) + kl(q, mixture)) / 2
-    (0.5 * divergence.sum() / valid.sum()).backward()
+    divergence = (teacher[known].exp() * (teacher[known] - logps[known])).sum()
+    (0.5 * divergence / valid.sum()).backward()
     assert known.any(1).tolist() == [True, False, False, True] + [False] * 4
-    expected = {name: weight.grad for name, weight in run.model.named_parameters() if weight.grad is not None}
-    largest = max(gradient.abs().max() for gradient in expected.values())
-    assert largest > 1e-4
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() <= 2e-6 * largest, name
+    assert_gradients(found, run)

@@ -1,16 +1,20 @@
 """Steps of one family with vLLM on a CPU, and what vLLM's log-probabilities differ by from the trainer's.
 
-Usage: python family_run.py FOLDER FAMILY [--tools] [--server] [--larger]     writes FOLDER/log.json
+Usage: python family_run.py FOLDER FAMILY [--tools] [--server] [--larger] [--dies] [--resumes]
 
+It writes FOLDER/log.json.
 --tools: they return images     --server: it starts one; else vLLM is colocated
 --larger: in the end the trainer's processor enlarges images, and vLLM's does not
+--dies: the server is killed while it answers in the last step     --resumes: the run is continued
 """
 
 import functools
 import json
-import socket
+import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,12 +27,12 @@ from datasets import Dataset
 from PIL import Image, ImageDraw
 from running import served
 from safetensors.torch import load_file, save_file
-from server_run import hand_over_weights_in_files
-from support.models.families import FAMILIES, OTHERS, PINPOINTS, Family, build
-from support.models.processors import FOUR_TOKENS, byte_tokenizer
+from support.models.families import FAMILIES, OTHERS, Family, build
+from support.models.processors import byte_tokenizer
 from support.tool_runs import TEMPLATE, look
 from trl.chat_template_utils import qwen3_template
 from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
 from trl.trainer import grpo_trainer
 from vllm.model_executor.layers import utils as vllm_layers
 
@@ -43,83 +47,24 @@ STEPS_OF = {
     "paligemma": {"one": (1, 1)},  # its processor wants images, and vLLM takes one
 }
 DTYPES = {"qwen3_5": "bfloat16"}  # vLLM's gated delta net on a CPU takes no other
+KEPT = {"save_strategy": "steps", "save_steps": 1, "replay_buffer_size": 4}
 
 TABLE = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
-SIZE = {"height": 16, "width": 16}
 TRIPLE = "<|vision_start|><|image_pad|><|vision_end|>"
-PIXELS = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
-BOUNDS = {"size": {"shortest_edge": 64, "longest_edge": 512}}
-TILES = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
-FRAMES = {"video_sampling": {"fps": 1, "max_frames": 4, "video_size": {"longest_edge": 16}}}
-LLAVA = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-SHORT = {"size": {"shortest_edge": 16}, "crop_size": SIZE}
-SQUARE = {"size": {"shortest_edge": 16, "longest_edge": 16}, "do_image_splitting": False}
-GEMMA4 = {"patch_size": 4, "pooling_kernel_size": 2}
-LFM2 = {
-    "do_image_splitting": False, "encoder_patch_size": 4, "downsample_factor": 2, "tile_size": 16,
-    "min_image_tokens": 2, "max_image_tokens": 4, "max_num_patches": 16,
-}  # fmt: skip
 
 
-def qwen(kind: str, videos: str = "Qwen2VLVideoProcessor") -> Callable[[Any], Any]:
-    def made(tokenizer: Any) -> Any:
-        images = hf.Qwen2VLImageProcessor(**PIXELS, **BOUNDS)
-        return getattr(hf, kind)(images, tokenizer, getattr(hf, videos)(**PIXELS))
-
-    return made
-
-
-def gemma4(tokenizer: Any) -> Any:
-    images = hf.Gemma4ImageProcessor(**GEMMA4, max_soft_tokens=70)
-    return hf.Gemma4Processor(hf.Gemma4AudioFeatureExtractor(), images, tokenizer, hf.Gemma4VideoProcessor(**GEMMA4))
-
-
-def internvl(tokenizer: Any) -> Any:
-    images = hf.GotOcr2ImageProcessor(size=SIZE, crop_to_patches=True, max_patches=4)
-    return hf.InternVLProcessor(images, tokenizer, hf.InternVLVideoProcessor(size=SIZE), **FOUR_TOKENS)
-
-
-def paligemma(tokenizer: Any) -> Any:
-    images, tokenizer.bos_token = hf.SiglipImageProcessor(size=SIZE), "<bos>"
-    images.image_seq_length = 16
-    return hf.PaliGemmaProcessor(images, tokenizer)
-
-
-QWEN3 = qwen("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
-PROCESSORS: dict[str, Callable[[Any], Any]] = {
-    "qwen2_vl": qwen("Qwen2VLProcessor"),
-    "qwen2_5_vl": qwen("Qwen2_5_VLProcessor"),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5"), QWEN3),
-    "glm4v": lambda tokenizer: hf.Glm4vProcessor(
-        hf.Glm4vImageProcessor(**PIXELS, **BOUNDS), tokenizer, hf.Glm4vVideoProcessor(**PIXELS)
-    ),
-    "gemma3": lambda tokenizer: hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=SIZE), tokenizer, **FOUR_TOKENS),
-    **dict.fromkeys(("gemma4", "gemma4_published"), gemma4),
-    "llava": lambda tokenizer: hf.LlavaProcessor(hf.CLIPImageProcessor(**SHORT), tokenizer, **LLAVA),
-    "llava_next": lambda tokenizer: hf.LlavaNextProcessor(
-        hf.LlavaNextImageProcessor(**SHORT, image_grid_pinpoints=PINPOINTS), tokenizer, **LLAVA
-    ),
-    "internvl": internvl,
-    "idefics2": lambda tokenizer: hf.Idefics2Processor(hf.Idefics2ImageProcessor(**SQUARE), tokenizer, image_seq_len=4),
-    "idefics3": lambda tokenizer: hf.Idefics3Processor(hf.Idefics3ImageProcessor(**TILES), tokenizer, image_seq_len=4),
-    "smolvlm": lambda tokenizer: hf.SmolVLMProcessor(
-        hf.SmolVLMImageProcessor(**TILES), tokenizer, hf.SmolVLMVideoProcessor(**TILES, **FRAMES), image_seq_len=4
-    ),
-    "mistral3": lambda tokenizer: hf.PixtralProcessor(
-        hf.PixtralImageProcessor(size={"longest_edge": 32}, patch_size=4), tokenizer, patch_size=4, spatial_merge_size=2
-    ),
-    "paligemma": paligemma,
-    "ovis2": lambda tokenizer: hf.Ovis2Processor(
-        hf.Ovis2ImageProcessor(size=SIZE, crop_to_patches=False), tokenizer, image_seq_length=4
-    ),
-    "lfm2_vl": lambda tokenizer: hf.Lfm2VlProcessor(hf.Lfm2VlImageProcessor(**LFM2), tokenizer),
-}
+def made_processor(tokenizer: Any, kind: str, parts: dict[str, dict[str, Any]], **options: Any) -> Any:
+    """A processor with its parts, each of a class with options; `options`: those of the processor itself."""
+    made = {name: getattr(hf, part["kind"])(**part.get("options", {})) for name, part in parts.items()}
+    if kind == "PaliGemmaProcessor":
+        made["image_processor"].image_seq_length, tokenizer.bos_token = 16, "<bos>"
+    return getattr(hf, kind)(tokenizer=tokenizer, **made, **options)
 
 
 def saved_model(name: str, folder: Path) -> Any:
     """Save a tiny model of a family, with heads of 32, and its processor; return the processor as it is loaded."""
     row = TABLE[name]
-    processor = PROCESSORS[name](byte_tokenizer(**row["special"]))
+    processor = made_processor(byte_tokenizer(**row["special"]), **row["processor"])
     processor.chat_template = processor.tokenizer.chat_template = TEMPLATE.replace(TRIPLE, row["image"])
     processor.tokenizer.padding_side = "left"
     number = processor.tokenizer.convert_tokens_to_ids
@@ -218,10 +163,30 @@ def call_tools() -> None:
     grpo_trainer.parse_response = parse
 
 
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
+def hand_over_weights_in_files(folder: Path) -> None:
+    """What TRL sends to a server through NCCL, which needs GPUs, by a file that its worker loads."""
+    VLLMClient.init_communicator = lambda client, device: None
+
+    def update(client: VLLMClient, metadata: list, named_params: object) -> None:
+        folder.mkdir(exist_ok=True)
+        save_file({name: value.detach().clone() for name, value in named_params}, folder / "model.safetensors")
+        load = {"method": "load_file", "args": [str(folder / "model.safetensors")]}
+        client._post(f"{client.base_url}/collective_rpc", json=load)
+
+    VLLMClient.update_named_params = update
+
+
+def kill_while_it_answers(trainer: DAPOTrainer, pid: int) -> None:
+    """In the last step the server stops, is asked for completions, and is killed before it answers."""
+    plain = VLLMClient.generate
+
+    def generate(client: VLLMClient, *args: object, **kwargs: object) -> object:
+        if trainer.state.global_step == trainer.state.max_steps - 1:
+            os.killpg(pid, signal.SIGSTOP)
+            threading.Thread(target=lambda: (time.sleep(1), os.killpg(pid, signal.SIGKILL)), daemon=True).start()
+        return plain(client, *args, **kwargs)
+
+    VLLMClient.generate = generate
 
 
 def refusal(trainer: DAPOTrainer) -> str:
@@ -234,45 +199,47 @@ def refusal(trainer: DAPOTrainer) -> str:
     return ""
 
 
-def run(folder: Path, name: str, tools: bool, server: bool, larger: bool) -> None:
+def run(folder: Path, name: str, flags: set[str]) -> None:
     torch.set_num_threads(1)
     dtype = DTYPES.get(name, "float32")
     processor, planned = saved_model(name, folder / "model"), STEPS_OF.get(name, STEPS)
-    if tools:
+    server = "--server" in flags
+    if "--tools" in flags:
         call_tools()
         processor.tokenizer.response_template = qwen3_template
     args = {
         "use_vllm": True, "vllm_max_model_length": 1024, "num_generations": GROUP,
         "per_device_train_batch_size": 2 * GROUP, "max_completion_length": 600, "generation_kwargs": {"max_tokens": 8},
-        "max_steps": len(planned), "learning_rate": 1e-3,
-        "shuffle_dataset": False, "model_init_kwargs": {"dtype": dtype}, "use_cpu": True, "bf16": False,
-        "gradient_checkpointing": False, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
-        "disable_tqdm": True,
+        "max_steps": len(planned), "learning_rate": 1e-3, "shuffle_dataset": False, "vllm_server_timeout": 5,
+        "model_init_kwargs": {"dtype": dtype}, "use_cpu": True, "bf16": False,
+        "gradient_checkpointing": False, "logging_steps": 1, "report_to": "none", "disable_tqdm": True,
+        "rollout_log_steps": 1, **(KEPT if flags & {"--dies", "--resumes"} else {"save_strategy": "no"}),
     }  # fmt: skip
-    given = {"processing_class": processor, "tools": [look] if tools else None}
+    given = {"processing_class": processor, "tools": [look] if "--tools" in flags else None}
     if server:
         hand_over_weights_in_files(folder / "weights")
-        serving = served(folder / "model", folder / "server.log", free_port(), length=1024, dtype=dtype)
+        serving = served(folder / "model", folder / "server.log", dtype)
     else:
         vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype=dtype, enforce_eager=True)
         assert vllm_layers.dispatch_cpu_unquantized_gemm is plain_weights.keep_weights
         serving = nullcontext((None, None))
-    with serving as (url, _):
+    with serving as (url, pid):
         mode = {"vllm_mode": "server", "vllm_server_base_url": url} if server else {"vllm_mode": "colocate"}
         options = DAPOConfig(str(folder), **args, **mode)
         trainer = DAPOTrainer(str(folder / "model"), reward, options, questions(planned), **given)
         reads = listen(trainer)
-        trainer.train()
+        if "--dies" in flags:
+            kill_while_it_answers(trainer, pid)
+        trainer.train(resume_from_checkpoint="--resumes" in flags)
         log = trainer.state.log_history[:-1]
-        refused = refusal(trainer) if larger else None
+        refused = refusal(trainer) if "--larger" in flags else None
     steps = dict(zip(planned, log, strict=True))
     differences = {kind: step["sampling/sampling_logp_difference/max"] for kind, step in steps.items()}
-    entropies = {kind: step["entropy"] for kind, step in steps.items()}
     pixels = [step["engine/distance"] for step in steps.values() if "engine/distance" in step]
-    found = {"differences": differences, "entropies": entropies, "same_tokens": all(reads), "rows": len(reads)}
-    found |= {"checked": pixels, "refused": refused}
+    found = {"differences": differences, "same_tokens": all(reads), "rows": len(reads)}
+    found |= {"checked": pixels, "refused": refused, "gradients": [step["grad_norm"] for step in log]}
     (folder / "log.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2], "--tools" in sys.argv, "--server" in sys.argv, "--larger" in sys.argv)
+    run(Path(sys.argv[1]), sys.argv[2], {*sys.argv[3:]})

@@ -1,4 +1,4 @@
-"""How the tests of this folder run a script that imports vLLM."""
+"""How the tests of this folder run `family_run.py`, which imports vLLM, and how it starts a server."""
 
 import importlib.util
 import json
@@ -14,10 +14,10 @@ from os import killpg
 from pathlib import Path
 
 import pytest
+from support.launching import held_port
 
 HERE = Path(__file__).parent
-METRIC = "sampling/sampling_logp_difference/mean"  # vLLM's log-probabilities against those of the model being trained
-EXACT = 5e-6  # of log-probabilities: float32 on both sides
+EXACT = 1e-5  # of the largest log-probability: float32 on both sides
 SECONDS = 900  # for what hangs
 
 NEEDS_VLLM = pytest.mark.skipif(
@@ -34,40 +34,46 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
-def run(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(HERE / script), str(folder), *flags]
+def run(folder: Path, name: str, *flags: str) -> subprocess.CompletedProcess:
+    """Run the training of a family."""
+    command = [sys.executable, str(HERE / "family_run.py"), str(folder), name, *flags]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SECONDS)
 
 
-def outcome(folder: Path, done: subprocess.CompletedProcess) -> dict:
+def check_family(folder: Path, name: str, *flags: str, most: float = EXACT) -> dict:
+    """Run a family, check that vLLM reads the tokens of the trainer and samples as it does; return what was found."""
+    done = run(folder, name, *flags)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads((folder / "log.json").read_text())
+    found = json.loads((folder / "log.json").read_text())
+    assert found["same_tokens"]
+    assert max(found["differences"].values()) < most
+    assert len(found["checked"]) == len(found["differences"].keys() - {"none"})
+    assert max(found["gradients"]) > 0, "vLLM got the same weights again"
+    return found
 
 
 @contextmanager
-def served(model: Path, log: Path, port: int, length: int = 256, dtype: str = "float32") -> Iterator[tuple[str, int]]:
+def served(model: Path, log: Path, dtype: str) -> Iterator[tuple[str, int]]:
     """A server that `trl vllm-serve` has started: its address, and its group of processes."""
-    flags = (
-        f"vllm-serve --model {model} --host 127.0.0.1 --port {port} --dtype {dtype} --enforce_eager true "
-        f"--max_model_len {length} --worker-extension-cls plain_weights.WeightsFromFile"
-    )
-    command = [Path(sys.executable).with_name("trl"), *flags.split()]
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            command, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    with held_port() as port, log.open("w") as output:
+        url = f"http://127.0.0.1:{port}"
+        flags = (
+            f"vllm-serve --model {model} --host 127.0.0.1 --port {port} --dtype {dtype} --enforce_eager true "
+            f"--max_model_len 1024 --worker-extension-cls plain_weights.WeightsFromFile"
         )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + SECONDS
-        while not answers(url):
-            assert server.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < end, log.read_text()[-4000:]
-            time.sleep(0.5)
-        yield url, server.pid
-    finally:
-        with suppress(ProcessLookupError):
-            killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        command, pipes = [Path(sys.executable).with_name("trl"), *flags.split()], {"stdout": output, "stderr": output}
+        server = subprocess.Popen(command, env=environment(), start_new_session=True, **pipes)
+        try:
+            end = time.monotonic() + SECONDS
+            while not answers(url):
+                assert server.poll() is None, log.read_text()[-4000:]
+                assert time.monotonic() < end, log.read_text()[-4000:]
+                time.sleep(0.5)
+            yield url, server.pid
+        finally:
+            with suppress(ProcessLookupError):
+                killpg(server.pid, signal.SIGKILL)
+            server.wait()
 
 
 def answers(url: str) -> bool:

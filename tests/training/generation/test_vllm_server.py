@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 from requests.exceptions import ConnectionError as NoAnswer
-from support.vllm import NoVLLM, expanded
+from support.vllm import Sampler
 from trl.generation import vllm_client
 from trl.trainer import grpo_trainer
 
@@ -11,30 +11,25 @@ from vgr_trl.patches.vllm import answers_of_server, check_answer
 from vgr_trl.rewards import accuracy_reward
 
 
-class Speaker(NoVLLM):
-    """Says the same to everything; its server answers with `status`, and dies in its second rollout if it is to."""
+class Speaker(Sampler):
+    """Its server answers with `status`, and dies in its second rollout if it is to."""
 
     dies, status = False, 200
 
-    def __init__(self, model, accelerator, *args, mode, processing_class, **kwargs):
-        super().__init__()
-        self.accelerator, self.mode, self.processor = accelerator, mode, processing_class
+    def __init__(self, accelerator, mode, **given):
+        super().__init__([], (3, 4), False, **given)
+        self.accelerator, self.mode = accelerator, mode
         self.vllm_client = SimpleNamespace(base_url="http://host:8000", session=SimpleNamespace(post=self.post))
 
     def post(self, url):
         self.done.append(url)
         return SimpleNamespace(status_code=self.status)
 
-    def generate(self, prompts, images, num_generations, profiler):
+    def generate(self, *asked):
         if self.dies and "generate" in self.done:
             raise NoAnswer("Max retries exceeded\nwith url: /inference/v1/generate")
         self.done.append("generate")
-        return (
-            expanded(self.processor, prompts, images),
-            [[300, 301, 302]] * len(prompts),
-            [[[-2.5]] * 3] * len(prompts),
-            None,
-        )
+        return super().generate(*asked)
 
 
 @pytest.fixture
