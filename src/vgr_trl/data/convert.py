@@ -398,7 +398,8 @@ def prepare_folder(folder: Path, read: Sequence[str | None]) -> TemporaryDirecto
     folder, prefix = folder.resolve(), f".{folder.resolve().name}.unfinished-"
     sources = [Path(source).resolve() for source in read if source and Path(source).is_dir()]
     if folder.is_mount() or Path.cwd().is_relative_to(folder) or any(map(folder.is_relative_to, sources)):
-        raise ConfigError(f"output_dir {folder} is a mount point, the working folder or in a folder that is read.")
+        wrong = "a mount point, the working folder or in a folder that is read"
+        raise ConfigError(f"output_dir {folder} is {wrong}: give another.")
     for path in folder.parent.glob(f"{escape(prefix)}*"):
         if not Path("/proc", path.name.split("-")[-2]).exists():  # its process has ended
             with suppress(OSError):  # there is a folder, or there was none

@@ -385,7 +385,8 @@ def read_run(path: str | Path) -> Run:
     path = Path(path)
     folder = records_folder(path)
     if not (folder / LOGS_FILE).is_file() and not any(folder.glob(RECORD_FILES)):
-        raise DataError(f"{path} has no records: give the output_dir of a run with rollout_log_steps above 0.")
+        problem = "has no records" if path.exists() else "does not exist"
+        raise DataError(f"{path} {problem}: give the output_dir of a run with rollout_log_steps above 0.")
     return Run(folder)
 
 
