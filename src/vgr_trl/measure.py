@@ -1,4 +1,4 @@
-"""Measure a rollout: the `Want` of its scoring pass, and signals and reward columns from the scores.
+"""Signals of a rollout: the `Want` of its scoring pass, signals and reward columns from the scores, credit by them.
 
 Where only metrics read the attention, a sample of the rows is measured.
 """
@@ -11,6 +11,8 @@ import torch
 from torch.nn import functional
 
 from vgr_trl.batch import Batch, Prompts, build_batch
+from vgr_trl.credit import REWARD_FILE_WEIGHTS, shape_advantages, stack_weights
+from vgr_trl.errors import RewardError
 from vgr_trl.passes.run_pass import score
 from vgr_trl.patches.trl import mark_images
 from vgr_trl.patching import keep_random_state
@@ -22,6 +24,7 @@ from vgr_trl.signals.named import (
     RolloutSignals,
     add_named,
     attention_metrics,
+    build_unmeasured_signals,
     columns_to_signals,
     named_columns,
     named_metrics,
@@ -217,3 +220,45 @@ def _spread(signals: RolloutSignals, rows: Sequence[int], mask: torch.Tensor) ->
         columns[name][rows] = values
     columns |= {"signals.mask": mask, "signals.attention.mask": mask}
     return cast("RolloutSignals", columns_to_signals(columns))
+
+
+def keep_returned_weights(rollout: Rollout, token_weights: bool) -> None:
+    """Add the token weights that reward files have returned to a rollout's signals.
+
+    Args:
+        rollout: a rewarded rollout.
+        token_weights: whether the option of this name is on.
+
+    Raises:
+        RewardError: a file has returned weights, but token weights are off.
+    """
+    returned = rollout.token_weights or []
+    missing = torch.tensor([row is None for row in returned], dtype=torch.bool)
+    if token_weights:
+        if rollout.signals is not None and returned:  # on all processes, whichever of them have weights
+            mask = rollout.batch.valid
+            weights = stack_weights([mask.new_ones(mask.size(1)) if row is None else row for row in returned], mask)
+            weights = weights.masked_fill(missing.to(mask.device).unsqueeze(1), torch.nan)
+            rollout.signals.extra[REWARD_FILE_WEIGHTS] = weights
+    elif not missing.all():
+        cure = "add --token_weights (algorithm.enable_token_weights=true), or let it return none"
+        raise RewardError(f"A reward file returned token_weights, but token_weights is off: {cure}.")
+
+
+def apply_token_credit(run: Run, rollout: Rollout) -> dict[str, float]:
+    """Turn a rollout's advantages (N,) into (N, T) by the rules of credit; return metrics."""
+    signals = rollout.signals or build_unmeasured_signals(rollout.batch.valid)
+    rows, device = len(signals.mask), signals.mask.device
+    first = run.accelerator.process_index * rows
+    advantages, metrics = shape_advantages(
+        cast("torch.Tensor", rollout.batch.advantages),
+        signals,
+        run.args,
+        shaped=rollout.with_gradient.to(device),
+        groups=torch.arange(first, first + rows, device=device) // run.completions_per_prompt,
+        gather=run.accelerator.gather,
+        completion_ids=rollout.batch.completion_ids,
+        weights_of=rollout.credit,
+    )
+    rollout.batch = replace(rollout.batch, advantages=advantages)
+    return metrics

@@ -18,7 +18,6 @@ from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import evaluation_prefix, guard_trackers, print_lines
 from vgr_trl.checkpoints import MovingReference, ResumableTrainer
 from vgr_trl.config import why_no_engine
-from vgr_trl.credit import REWARD_FILE_WEIGHTS, shape_advantages, stack_weights
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, drop_long_prompts, is_repeatable, pop_replaced
@@ -36,7 +35,9 @@ from vgr_trl.generation import (
 from vgr_trl.loss.kl import FullKL, KLControl
 from vgr_trl.loss.terms import LossPass, TermInputs, auxiliary_loss, average_as_loss
 from vgr_trl.measure import (
+    apply_token_credit,
     completion_batch,
+    keep_returned_weights,
     make_signals,
     measure_sample,
     pad_signals,
@@ -95,7 +96,7 @@ from vgr_trl.sampling.replay import Replay
 from vgr_trl.sampling.zero_variance import FurtherPrompts, GroupSelector, ZeroVarianceStreak
 from vgr_trl.sharing.attention import prepare_mixers
 from vgr_trl.sharing.model_support import SharingReport, base_of, causal_model
-from vgr_trl.signals.named import SINGLE_COLUMNS, build_unmeasured_signals
+from vgr_trl.signals.named import SINGLE_COLUMNS
 from vgr_trl.signals.scoring import Purpose, Scores, Want, policy_is_active
 from vgr_trl.trl_bridge import (
     OLD_LOGPS,
@@ -804,45 +805,3 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     def _weights_with(self, of_task: Sequence[float]) -> torch.Tensor:
         """Return the reward weights with the task's replaced; the KL penalty's weight, the last, stays."""
         return torch.cat([self.reward_weights.new_tensor(of_task), self.reward_weights[len(of_task) :]])
-
-
-def keep_returned_weights(rollout: Rollout, token_weights: bool) -> None:
-    """Add the token weights that reward files have returned to a rollout's signals.
-
-    Args:
-        rollout: a rewarded rollout.
-        token_weights: whether the option of this name is on.
-
-    Raises:
-        RewardError: a file has returned weights, but token weights are off.
-    """
-    returned = rollout.token_weights or []
-    missing = torch.tensor([row is None for row in returned], dtype=torch.bool)
-    if token_weights:
-        if rollout.signals is not None and returned:  # on all processes, whichever of them have weights
-            mask = rollout.batch.valid
-            weights = stack_weights([mask.new_ones(mask.size(1)) if row is None else row for row in returned], mask)
-            weights = weights.masked_fill(missing.to(mask.device).unsqueeze(1), torch.nan)
-            rollout.signals.extra[REWARD_FILE_WEIGHTS] = weights
-    elif not missing.all():
-        cure = "add --token_weights (algorithm.enable_token_weights=true), or let it return none"
-        raise RewardError(f"A reward file returned token_weights, but token_weights is off: {cure}.")
-
-
-def apply_token_credit(run: Run, rollout: Rollout) -> dict[str, float]:
-    """Turn a rollout's advantages (N,) into (N, T) by the rules of credit; return metrics."""
-    signals = rollout.signals or build_unmeasured_signals(rollout.batch.valid)
-    rows, device = len(signals.mask), signals.mask.device
-    first = run.accelerator.process_index * rows
-    advantages, metrics = shape_advantages(
-        cast("Tensor", rollout.batch.advantages),
-        signals,
-        run.args,
-        shaped=rollout.with_gradient.to(device),
-        groups=torch.arange(first, first + rows, device=device) // run.completions_per_prompt,
-        gather=run.accelerator.gather,
-        completion_ids=rollout.batch.completion_ids,
-        weights_of=rollout.credit,
-    )
-    rollout.batch = replace(rollout.batch, advantages=advantages)
-    return metrics
