@@ -514,9 +514,7 @@ def min_max(values: Tensor, where: Tensor) -> Tensor:
 class AnchorOptions(Checked):
     """Numbers of AT-RL's anchor tokens."""
 
-    top_p_anchor_tokens: float = option(
-        0.15, "Share of a completion's tokens that are kept as anchors, in (0, 1].", gt=0, le=1
-    )
+    top_p_anchor_tokens: float = option(0.15, "Share of a completion's tokens kept as anchors.", gt=0, le=1)
 
 
 @registries.credit_rules.register("anchor_tokens")
@@ -544,9 +542,7 @@ def anchor_tokens(advantages: Tensor, signals: RolloutSignals, mask: Tensor, opt
 class PGPOOptions(Checked):
     """Numbers of PGPO."""
 
-    pgpo_threshold: float = option(
-        0.4, "Importance above which tokens are amplified, in (0, 1); PGPO's tau.", gt=0, lt=1
-    )
+    pgpo_threshold: float = option(0.4, "Importance above which tokens are amplified; PGPO's tau.", gt=0, lt=1)
     pgpo_boost: float = option(2.0, "Amplification of the most important token; PGPO's beta.", ge=0)
 
 
@@ -632,7 +628,7 @@ def tor(advantages: Tensor, signals: RolloutSignals, mask: Tensor, options: ToRO
 class VEPOOptions(Checked):
     """Numbers of VEPO."""
 
-    top_p_vepo_tokens: float = option(0.2, "Share of a completion's tokens that VEPO keeps, in (0, 1].", gt=0, le=1)
+    top_p_vepo_tokens: float = option(0.2, "Share of a completion's tokens that VEPO keeps.", gt=0, le=1)
     vepo_alpha: float = option(0.7, "Weight of the divergence relative to the change of entropy.", ge=0, le=1)
 
 
@@ -717,9 +713,7 @@ class VGPOOptions(Checked):
     """Numbers of VGPO."""
 
     vgpo_compensation: float = option(0.3, "Increase of the score at a completion's last token; VGPO's beta.", ge=0)
-    vgpo_gate_share: float = option(
-        0.2, "Share of the late tokens whose score is raised, in (0, 1]; VGPO's kappa.", gt=0, le=1
-    )
+    vgpo_gate_share: float = option(0.2, "Share of the late tokens whose score is raised; VGPO's kappa.", gt=0, le=1)
     vgpo_gate_start: float = option(0.5, "Share of a completion after which tokens are late.", ge=0, lt=1)
 
 

@@ -232,7 +232,7 @@ def check_pixel_use(run: Run, rollout: Rollout) -> dict[str, float] | None:
         pair = [part, blank_batch]
     except DataError as error:
         why = f": {error}"
-    if not accelerator.gather(torch.tensor([bool(pair)], device=accelerator.device)).all():
+    if not run.all_agree(bool(pair)):
         logger.warning_once(f"Skipped the check that the model uses the pixels{why}")
         return {}
     with keep_random_state(accelerator.device):  # separate passes: pixels are not joined
