@@ -1,5 +1,6 @@
 import pytest
 import torch
+from recorded import CORE, needs_recorded, tensors
 
 from vgr_trl.advantages import estimate_advantages, gae, token_rewards, value_loss, whiten
 from vgr_trl.config import GROUP_ESTIMATORS
@@ -77,6 +78,22 @@ def test_gae_by_hand():
     advantages, returns = gae(rewards, values, torch.tensor([[1, 0, 1, 1, 0]]), gamma=0.5, lam=0.5)
     assert advantages[0].tolist() == [-19 / 64, 0, -3 / 16, 3 / 4, 0]
     assert returns[0].tolist() == [13 / 64, 0, 5 / 16, 1, 0]
+
+
+@needs_recorded
+@pytest.mark.parametrize("case", CORE)
+def test_the_published_code(case):
+    rewards, values, new, mask = tensors(case, "rewards", "values", "new_values", "mask")
+    advantages, returns = gae(rewards, values, mask, case["gamma"], case["lam"])
+    for found, name in ((advantages, "advantages"), (returns, "returns"), (whiten(advantages, mask), "whitened")):
+        expected = torch.tensor(case["gae"][name])
+        assert ((found - expected) * mask).abs().max() <= 5e-6
+        assert expected.abs().max() > 0.1
+    returns = torch.tensor(case["gae"]["returns"])
+    loss = value_loss(new.requires_grad_(), values, returns, mask, case["value"]["cliprange_value"]).sum() / mask.sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(case["value"]["loss"], abs=1e-6)
+    assert (new.grad - torch.tensor(case["value"]["gradient"])).abs().max() <= 1e-6
 
 
 def test_whitening_is_over_all_processes():

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from recorded import CORE, needs_recorded, tensors
 
 from vgr_trl import loss
 from vgr_trl.loss import terms
@@ -29,17 +30,28 @@ def test_rounding_noise_has_no_gradient_in_abs():
     assert logps.grad[0].tolist() == [0, 0, 0, -1, 1]
 
 
-def test_the_coefficient_follows_the_kl_to_its_target():
-    """A tenth above the target, twice the target and 0, which are clipped to a fifth; a tenth of the horizon each."""
-    controller, expected = loss.AdaptiveKLController(2.0, target=0.5, horizon=1000), 2.0
-    for mean_kl, factor in ((0.55, 1.01), (1.0, 1.02), (0.0, 0.98)):
-        controller.update(mean_kl, 100)
-        expected *= factor
-        assert controller.coefficient == pytest.approx(expected)
-    fixed = loss.FixedKLController(0.0)
-    fixed.load_state_dict(controller.state_dict())
-    fixed.update(100.0, 1)
-    assert fixed.coefficient == controller.coefficient
+@needs_recorded
+@pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl", "full"])
+def test_kl_of_the_published_code(kind):
+    for case in CORE:
+        names = ("logits", "ref_logits") if kind == "full" else ("logps", "ref_logps")
+        mask, expected = torch.tensor(case["mask"]), torch.tensor(case["kl"][kind])
+        found = loss.kl_penalty(*tensors(case, *names), kind)
+        assert ((found - expected) * mask).abs().max() <= 2e-6
+        assert (expected * mask).abs().max() > 0.01
+
+
+@needs_recorded
+def test_coefficients_of_the_published_code():
+    for case in (each["adaptive"] for each in CORE):
+        controller = loss.AdaptiveKLController(case["coefficient"], case["target"], case["horizon"])
+        for mean_kl, samples, expected in case["updates"]:
+            controller.update(mean_kl, samples)
+            assert controller.coefficient == pytest.approx(expected, rel=1e-12)
+        fixed = loss.FixedKLController(0.0)
+        fixed.load_state_dict(controller.state_dict())
+        fixed.update(100.0, 1)
+        assert fixed.coefficient == controller.coefficient
 
 
 def leaves(original, perturbed):

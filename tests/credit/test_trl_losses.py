@@ -1,9 +1,58 @@
-"""Advantages from the rewards that a real trainer of TRL has logged, against those that it computed."""
+"""Advantages (N, T) in TRL's own loss: numbers recorded from the published code."""
 
+from functools import partial
+
+import pytest
 import torch
+from recorded import VPPO, needs_recorded, tensors
 from support.trainers import STOCK
+from support.trl_loss import loss_of
 
 from vgr_trl.advantages import estimate_advantages
+from vgr_trl.config import CreditOptions
+from vgr_trl.credit import shape_advantages
+from vgr_trl.loss.terms import entropy_penalty
+from vgr_trl.signals.named import RolloutSignals
+from vgr_trl.signals.ratios import visual_dependency
+
+DEFAULTS = {"top_p_perception_tokens": 0.2, "top_p_entropy_tokens": 0.2, "trajectory_scaling_min": 0.8}
+
+
+@pytest.fixture
+def trainer(text_trainer):
+    return partial(text_trainer, classes=STOCK)
+
+
+def shape(case):
+    names = ("old_logps", "perturbed_logps", "entropies", "logps", "advantages")
+    old, perturbed, entropies, logps, advantages = tensors(case, *names)
+    mask = torch.arange(old.size(1)) < torch.tensor(case["lengths"]).unsqueeze(1)
+    options = CreditOptions(**{**DEFAULTS, **case["options"]})
+    signals = RolloutSignals(old, entropies, mask, dependency=visual_dependency(old, perturbed))
+    return shape_advantages(advantages, signals, options), options, logps.requires_grad_(), mask, old
+
+
+@needs_recorded
+@pytest.mark.parametrize("index", range(len(VPPO)))
+def test_gradients_of_the_published_code(trainer, index):
+    case = VPPO[index]
+    (advantages, _), options, logps, mask, old = shape(case)
+    stock = trainer(loss_type=("dapo", "bnpo")[index % 2], epsilon=0.2, epsilon_high=0.3, delta=3.0)
+    loss = loss_of(stock, advantages, logps, mask, old)
+    if options.use_entropy_penalty:
+        loss = loss + entropy_penalty(logps, mask, options.entropy_penalty_coef).sum() / mask.sum()
+    loss.backward()
+    assert (logps.grad - torch.tensor(case["grad"])).abs().max() <= 1e-6
+    assert logps.grad.abs().max() > 1e-3
+
+
+@needs_recorded
+def test_metrics_of_the_published_code():
+    for case in VPPO:
+        (_, metrics), *_ = shape(case)
+        recorded = {name: value for name, value in case["metrics"].items() if name in metrics}
+        assert {name: metrics[name] for name in recorded} == pytest.approx(recorded, abs=1e-6)
+        assert len(recorded) >= 4
 
 
 def test_grpo_is_what_trl_computes(text_trainer):

@@ -40,20 +40,23 @@ Top = tuple[torch.Tensor, torch.Tensor]  # a teacher's likeliest tokens, (N, T, 
 Perturb = Callable[..., list[Image.Image]]  # images of a conversation, index=its number -> as many images
 
 
-def perturb_prompts(prompts: Sequence[Any], numbers: Sequence[int], perturb: Perturb) -> list[Any]:
-    """Return the prompt of each row with perturbed images; the images of each distinct prompt are perturbed once.
+def perturb_prompts(prompts: Sequence[Any], numbers: Sequence[int], perturb: Perturb) -> tuple[list[Any], list[int]]:
+    """Perturb the images of each distinct prompt once.
 
     Args:
         prompts: one prompt per row, a conversation whose image parts hold the images, or a text.
         numbers: one number per row; rows with the same perturbed images share it, over all processes, and have the
             same prompt.
         perturb: returns the perturbed images of a conversation.
+
+    Returns:
+        The distinct prompts, perturbed, and for every row the place of its prompt among them.
     """
     distinct = dict(zip(numbers, prompts, strict=True))
-    perturbed = {
-        number: replace_images(prompt, perturb(images_in(prompt), index=number)) for number, prompt in distinct.items()
-    }
-    return [perturbed[number] for number in numbers]
+    perturbed = [
+        replace_images(prompt, perturb(images_in(prompt), index=number)) for number, prompt in distinct.items()
+    ]
+    return perturbed, [*map([*distinct].index, numbers)]
 
 
 def images_in(prompt: Any) -> list[Any]:
@@ -348,36 +351,42 @@ def batch_with_other_images(
     """
     batch = rollout.batch.take(rows).to_score
     numbers = [(rollout.first + row) // shared_by for row in rows]
+    fields: Mapping[str, Any] = {}
     if rollout.turns is None:
-        conversations = perturb_prompts(rollout.messages[rows.start : rows.stop], numbers, perturb)
-        with images_processed_once(run.processor):
-            fields = run.tokenize(conversations).fields
-        images: list[list[Any]] = [*map(images_in, conversations)]
+        conversations, places = perturb_prompts(rollout.messages[rows.start : rows.stop], numbers, perturb)
+        prompts = run.tokenize(conversations)
+        fields, distinct = prompts.fields, prompts.images or []
+        images: list[list[Any]] = [images_in(conversations[place]) for place in places]
     else:
-        images = perturb_turns(rollout.turns, rows, numbers, which, perturb)
-        fields = process_images(run.processor, images) if any(images) else {}
+        images = distinct = perturb_turns(rollout.turns, rows, numbers, which, perturb)
+        fields, places = process_images(run.processor, images) if any(images) else {}, [*range(len(rows))]
     if not any(images):
         return batch, images
-    return replace(batch, images=_perturbed_images(batch.images, fields, images)), images
+    return replace(batch, images=_perturbed_images(batch.images, fields, distinct, places)), images
 
 
-def _perturbed_images(images: RowImages, fields: Mapping[str, Any], perturbed: ImagesOfRows) -> RowImages:
+def _perturbed_images(
+    images: RowImages, fields: Mapping[str, Any], distinct: ImagesOfRows, places: Sequence[int]
+) -> RowImages:
     """Return the images of N rows with perturbed pixels.
 
     Args:
         images: unperturbed.
-        fields: outputs of the processor for the perturbed images of all rows.
-        perturbed: perturbed images of each row.
+        fields: outputs of the processor for the distinct perturbed prompts, in order.
+        distinct: images of each distinct prompt.
+        places: number of each row's prompt among the distinct prompts.
 
     Raises:
         DataError: the processor gives perturbed images other shapes than the images.
     """
+    tiles = images.num_tiles and [images.num_tiles[places.index(place)] for place in range(len(distinct))]
     like = images.tensors["pixel_values"]
-    moved = {
+    moved = {  # before they are repeated
         name: value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
         for name, value in image_tensors(fields).items()
     }
-    return images.with_pixels_of(RowImages(moved, [len(of_row or ()) for of_row in perturbed], images.num_tiles))
+    shown = RowImages(moved, [len(of_prompt or ()) for of_prompt in distinct], tiles)
+    return images.with_pixels_of(shown.take(places))
 
 
 def score_perturbed_part(run: Run, model: nn.Module, batch: Batch, tokens: torch.Tensor) -> Scores:
@@ -421,9 +430,9 @@ def perturb_noisy_prompts(run: Run, rollout: Rollout, prompts: Prompts) -> Promp
         return prompts
     parameters = args.weakened_parameters(args.noisy_perturbation, strength)
     perturb = partial(perturb_images, name=args.noisy_perturbation, parameters=parameters, seed=args.seed, step=step)
-    perturbed = perturb_prompts(rollout.messages, [number // size for number in every], perturb)
-    conversations = zip(noisy, perturbed, rollout.messages, strict=True)
-    sampled_from = run.tokenize([changed if is_noisy else clean for is_noisy, changed, clean in conversations])
+    perturbed, places = perturb_prompts(rollout.messages, [number // size for number in every], perturb)
+    conversations = zip(noisy, places, rollout.messages, strict=True)
+    sampled_from = run.tokenize([perturbed[place] if is_noisy else clean for is_noisy, place, clean in conversations])
     if [list(ids) for ids in sampled_from.ids] != [list(ids) for ids in prompts.ids]:
         raise DataError(f"{args.noisy_perturbation} changes image tokens: set noisy_generations to 0.")
     rollout.noise.prompts = sampled_from
@@ -449,7 +458,8 @@ def record_noise(run: Run, rollout: Rollout, reward_weights: torch.Tensor) -> No
     if noise.generations and (args.noisy_importance == "perturbed" or args.teacher_view == "clean"):
         batch, prompts = rollout.batch, noise.prompts
         if prompts is not None and prompts.images is not None:
-            batch = replace(batch, images=_perturbed_images(batch.images, prompts.fields, prompts.images))
+            images = _perturbed_images(batch.images, prompts.fields, prompts.images, range(len(batch)))
+            batch = replace(batch, images=images)
         scores = score(run, batch, Want(), purpose=Purpose.VIEW)
         if args.noisy_importance == "perturbed":
             rollout.batch = replace(rollout.batch, old_logps=scores.logps)
