@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 from PIL import Image
-from support.tool_runs import call, deal_turns
-from support.trainers import logged, tiny_model
+from support.launching import results_of
+from support.tool_runs import call, deal_turns, tool_trainer
+from support.trainers import logged, prompts, tiny_model, train_file
 
 from vgr_trl.reporting.records import read_run
 from vgr_trl.tools import Zoom
@@ -101,6 +102,25 @@ def test_training_goes_on_after_every_kind_of_result(make, kind, tmp_path):
     assert {len(each.images) > 1 for each in records} <= {False, kind in IMAGES}
     if kind == "exit":
         assert "show_later" in messages[0]["content"]
+
+
+def trained(folder, rows, kinds):
+    deal = partial(
+        deal_turns,
+        turns=(1, 1, 0, 1, 0, 0, 0, 0),
+        asked=lambda place, turn: quoted("show", kind=kinds[place % len(kinds)]),
+    )
+    options = {"per_device_train_batch_size": 4}
+    trainer = tool_trainer(folder, prompts(rows), f"{folder}/run", deal=deal, tools=[show], **options)
+    trainer.train()
+    return logged(trainer, "loss")[0]
+
+
+@pytest.mark.parametrize("kinds", [["text"], ["image", "broken"]], ids="-".join)
+def test_one_process_alone_has_results(model_folder, question_files, kinds):
+    one, two = results_of(trained, model_folder, train_file(question_files), kinds, processes=2)
+    assert math.isfinite(one)
+    assert one == two
 
 
 WRITTEN = {
