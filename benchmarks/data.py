@@ -142,7 +142,7 @@ def start(flags: argparse.Namespace, name: str = "data") -> dict[str, float]:
     def work() -> None:
         given = DataArguments(dataset_path=str(flags.folder / name))
         rows, _ = load_rows(given, "train", needs_solution=True, limit=None, processor=lambda: processor)
-        drop_long_prompts(rows, PromptLengths(processor), LIMIT)
+        drop_long_prompts(rows, "train", PromptLengths(processor), LIMIT, on_dropped=print)
 
     return measured(work)
 
