@@ -38,17 +38,10 @@ def test_counts_and_tokens_give_the_same_parts(case):
     assert sizes(parts_by_tokens(inputs, placeholders(rows))) == expected
 
 
-@pytest.mark.parametrize(
-    ("inputs", "rows"),
-    [
-        ({"pixel_values": torch.zeros(8, 3), "image_grid_thw": torch.tensor([[1, 2, 4]])}, ["x", "x"]),
-        ({"pixel_values": torch.zeros(3, 3, 2, 2)}, ["xx", "xx"]),
-        ({"pixel_values": torch.zeros(3, 1, 3, 2, 2)}, ["x", "x"]),
-    ],
-)
-def test_what_tokens_cannot_assign_with_certainty(inputs, rows):
+@pytest.mark.parametrize(("shapes", "rows"), TABLE["uncertain"])
+def test_tokens_do_not_assign_pixels_without_certainty(shapes, rows):
     with pytest.raises(UnknownParts):
-        parts_by_tokens(inputs, placeholders(rows))
+        parts_by_tokens({name: made(given) for name, given in shapes.items()}, placeholders(rows))
 
 
 def test_other_pixels_of_a_row_that_was_padded_to_a_larger_one():

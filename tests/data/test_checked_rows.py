@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import yaml
 from datasets import Dataset, config
 from PIL import Image
 from support.made_sets import corners, jsonl, loaded, picture
@@ -23,6 +24,7 @@ from vgr_trl.data.read_row import read_row
 from vgr_trl.demo.tiny_model import build_processor
 from vgr_trl.errors import DataError
 
+LAYOUTS = yaml.safe_load(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))
 RED, BLUE = (200, 30, 40), (10, 20, 250)
 BOTH = pytest.mark.parametrize("streaming", [False, True])
 OTHER = {"text": "Which?", "opts": ["red", "blue"], "gold": "B", "img": "red.png", "prompt": "not this", "label_idx": 0}
@@ -121,14 +123,7 @@ def test_answers_that_cannot_be_read_stop_the_start_above_a_tenth(pictures):
         loaded(data_files=str(jsonl(pictures / "b.jsonl", [right] * 8 + [wrong] * 2)))
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"text": "Which?", "gold": "B"}, "`text`"),
-        ({"question": "q", "answer": "B", "img": "a.png"}, "--image_key img"),
-        ({"question": "Which?", "answer": 1, "opts": ["red", "blue"]}, "--choices_key opts"),
-    ],
-)
+@pytest.mark.parametrize(("row", "words"), LAYOUTS["not understood"])
 def test_columns_that_are_not_understood_are_shown_with_the_flag(tmp_path, row, words):
     path = str(jsonl(tmp_path / "rows.jsonl", [row]))
     for streaming in (False, True):

@@ -116,9 +116,7 @@ class Conversion:
         all_rows = self.table_rows()
         rows = [("key", "option", "value"), *(row for row in all_rows if verbose or not row[0].endswith("*"))]
         first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-        text = [
-            f"{self.framework} configuration converted to options of this library (*: default of {self.framework}):"
-        ]
+        text = [f"Options of this library for the configuration of {self.framework} (*: its default):"]
         text += [f"  {key:<{first}}  {option:<{second}}  {value}" for key, option, value in rows]
         if left := len(all_rows) + 1 - len(rows):
             text.append(f"  and {left} defaults of {self.framework}, which --verbose lists.")

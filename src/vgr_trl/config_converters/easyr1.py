@@ -161,9 +161,7 @@ def convert_batches(c: Conversion) -> None:
     """Convert batch sizes so that micro-batch, update and rollout have as many completions as in EasyR1."""
     n, micro = c.read_integer("worker.rollout.n"), c.read_integer(_MICRO_BATCH_SIZE_KEY)
     if n < 2:
-        why = f"TRL needs at least 2 completions per prompt: give {c.name('worker.rollout.n')}=8, for example. "
-        why += "Batch sizes count prompts, so they grow with it"
-        c.mark_refused("worker.rollout.n", why)
+        c.mark_refused("worker.rollout.n", "TRL compares the completions of a prompt: give at least 2, for example 8")
         return
     rollout, update = c.read_integer(_ROLLOUT_SIZE_KEY) * n, c.read_integer(_UPDATE_SIZE_KEY) * n
     while _MICRO_BATCH_SIZE_KEY not in c.stated and micro > 1 and update % (micro * c.processes):
@@ -290,16 +288,14 @@ def convert_loss(c: Conversion) -> None:
     if kind in ("sapo", "cispo"):
         c.set("loss_type", kind, f"{key}.loss_type")
         if (mode, kind) not in (("seq", "sapo"), ("token", "cispo")):
-            why = "TRL's sapo averages over completions, give seq; its cispo over tokens, give token"
-            c.mark_refused(f"{key}.loss_avg_mode", why)
+            c.mark_refused(f"{key}.loss_avg_mode", "TRL averages sapo over completions: seq; cispo over tokens: token")
     else:
         c.set("loss_type", "dapo" if mode == "token" else "grpo", f"{key}.loss_type", f"{key}.loss_avg_mode")
         c.set("importance_sampling_level", None if kind == "default" else "sequence", f"{key}.loss_type")
     if kind == "cispo":
         c.set("epsilon_high", 1 + float(c[f"{key}.clip_ratio_high"]), f"{key}.clip_ratio_high")
         if c[f"{key}.clip_ratio_low"] is not None:
-            why = "EasyR1 also clips the ratio of cispo from below, TRL only from above: give null"
-            c.mark_refused(f"{key}.clip_ratio_low", why)
+            c.mark_refused(f"{key}.clip_ratio_low", "TRL clips the ratio of cispo from above alone: give null")
 
 
 def convert_kl(c: Conversion) -> None:

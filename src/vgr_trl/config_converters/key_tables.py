@@ -47,9 +47,8 @@ def build_keys(tables: Mapping[str, Any]) -> dict[str, Key]:
 
 def load_flags() -> dict[str, dict[str, str]]:
     """Return framework -> its flags -> the flag here, or why there is none."""
-    tables = load_tables("flags")
     return {name: {flag: here for row, here in table.items() for flag in row.split(", ")}
-            for name, table in tables.items()}  # fmt: skip
+            for name, table in load_tables("flags").items()}  # fmt: skip
 
 
 def explain_unknown(unknown: Sequence[str], stated: Sequence[str], options: Collection[str], prefix: str = "") -> str:
@@ -65,9 +64,8 @@ def explain_unknown(unknown: Sequence[str], stated: Sequence[str], options: Coll
     framework = max(flags, key=lambda name: len(flags[name].keys() & set(unknown)))
     theirs = flags[framework]
     if not theirs.keys() & set(unknown):
-        return "".join(
-            dict.fromkeys(did_you_mean(f"{prefix}{name}", [prefix + here for here in options]) for name in unknown)
-        )
+        ours = [f"{prefix}{name}" for name in options]
+        return "".join(dict.fromkeys(did_you_mean(f"{prefix}{name}", ours) for name in unknown))
     lines = [f"  {prefix}{name}: {theirs[name]}" for name in dict.fromkeys(stated) if name in theirs]
     lines += [f"  {prefix}{name}: unknown" for name in unknown if name not in theirs]
     return "\n".join([f" {framework}'s flags, and ours:", *lines, "docs/migration.md shows all."])
