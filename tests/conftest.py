@@ -52,14 +52,9 @@ def imported_modules_are_no_garbage():
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Whatever a test computes with, the next one rounds as if it ran alone."""
+def alone():
+    """A test rounds as if it ran alone, and a training that stopped within an optimizer step promises it nothing."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def last_micro_batch():
-    """A training that stops within an optimizer step leaves no promise of a further micro-batch to the next test."""
     GradientState()._set_sync_gradients(True)
 
 

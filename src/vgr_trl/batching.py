@@ -61,8 +61,7 @@ def why_not_batched(causal: Any) -> str | None:
         return f"layers of type {min(unsupported)}"
     if getattr(text, "num_kv_shared_layers", 0):
         return "layers that take their keys and values from another"
-    sees_images = text.model_type in ("gemma3_text", "gemma4_text")
-    return "images that see themselves" if sees_images else None
+    return "images that see themselves" if text.model_type in ("gemma3_text", "gemma4_text") else None
 
 
 @dataclass

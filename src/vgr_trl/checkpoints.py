@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from vgr_trl.atomic_files import naming_full_disk, publish, unfinished, write_atomic
 from vgr_trl.errors import ConfigError, EvaluationStopped, VGRError, error_text
-from vgr_trl.patches.transformers import load_weights, rotate_at_end, whole_model
+from vgr_trl.patches.transformers import load_weights, rotate_at_end
 from vgr_trl.processes import naming_silent_process
 from vgr_trl.sharing.model_support import has_sharded_parameters
 from vgr_trl.trl_bridge import split_anew
@@ -449,9 +449,11 @@ class ResumableTrainer(GRPOTrainer):
 
     def _load_whole_model(self, checkpoint: str, model: nn.Module) -> bool:
         """Load the weights if `model` is a whole model, and return whether it is."""
-        if (target := whole_model(self.accelerator, model)) is not None:
+        target = self.accelerator.unwrap_model(model)
+        is_whole = isinstance(target, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if is_whole:
             load_weights(target, checkpoint)
-        return target is not None
+        return is_whole
 
     def lacks_final_model_only(self, checkpoint: str | None, max_steps: int, written_last: Path) -> bool:
         """Return whether a run has finished all its steps but was ended before it wrote its last file.

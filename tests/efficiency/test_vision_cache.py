@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from support.models.compare import checkpointed, generated, gradients, largest_relative, scored, why_plain, with_head
 from support.models.families import FAMILIES, OTHERS, build, make_batch, with_frozen_tower
-from support.models.processors import image_processor
+from support.models.processors import TABLE, image_processor
 
 from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import base_of
@@ -25,18 +25,7 @@ from vgr_trl.vision import (
     parts_of_tower,
 )
 
-SQUARE = {"height": 16, "width": 16}
-CROPS = {"pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2}
-LONGEST = {"size": {"longest_edge": 64}}
-PROCESSORS = {  # family -> module, options
-    "qwen2_vl": ("qwen2_vl", {}),
-    "llava_next": ("llava_next", {"image_grid_pinpoints": [[16, 32], [32, 32]], "size": {"shortest_edge": 16}}),
-    "gemma3, cut": ("gemma3", {"size": SQUARE, "do_pan_and_scan": True, **CROPS}),
-    "internvl": ("got_ocr2", {"size": SQUARE, "crop_to_patches": True, "max_patches": 4}),
-    "mistral3": ("pixtral", LONGEST),
-    "idefics3": ("idefics3", {**LONGEST, "max_image_size": {"longest_edge": 32}}),
-    "gemma4": ("gemma4", {}),
-}
+PROCESSORS = TABLE["image_processors"]
 IMAGES, TOKENS, WIDTH = 3, 4, 32  # of a batch of the model; features of one image are TOKENS * WIDTH float32
 KNOWN = {**FAMILIES, **OTHERS}
 ROWS_OF_PIXELS = {"gemma3": 3, "llava": 3, "paligemma": 3, "internvl": 1 + 1 + 3}  # tiles; images elsewhere
@@ -55,8 +44,7 @@ SOME_WITHOUT = [[FIRST], [FIRST], [], [], [SECOND]]
 
 def processor_of(family):
     """The processor of a family, with `calls`: how many rows each call of it made pixel inputs of."""
-    name, settings = PROCESSORS[family]
-    processor = image_processor(name, **settings)
+    processor = image_processor(**PROCESSORS[family])
     plain, processor.calls = processor.preprocess, []
 
     def preprocess(images, *args, **kwargs):

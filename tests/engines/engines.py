@@ -5,27 +5,12 @@ from functools import partialmethod
 from pathlib import Path
 
 import torch
+import yaml
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false"}
-FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-}  # fmt: skip
-VARIABLES = {
-    **{kind: {"ACCELERATE_USE_CPU": "true"} for kind in ("one", "ddp")},
-    "zero2": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
-    "zero3": {
-        **DEEPSPEED,
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-    },
-    "offload": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(Path(__file__).with_name("offload.json"))},
-    "zero2 file": DEEPSPEED,  # by the option `deepspeed`
-    "fsdp2": FSDP2,
-}
+HERE = Path(__file__).parent
+VARIABLES = yaml.safe_load((HERE / "engines.yaml").read_text(encoding="utf-8").replace("HERE/", f"{HERE}/"))
 SHARDED = ("zero3", "offload", "fsdp2")
 
 
@@ -33,21 +18,21 @@ def as_if_large(kind: str, folder: Path) -> dict[str, str]:
     """The variables of an engine under which ZeRO-3 keeps no parameter whole, as with a model that does not fit."""
     if kind not in ("zero3", "offload"):
         return VARIABLES[kind]
-    given = json.loads(Path(VARIABLES["offload"]["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
+    given = json.loads((HERE / "offload.json").read_text())
     kept = ("max_live_parameters", "max_reuse_distance", "param_persistence_threshold")
     given["zero_optimization"] |= {f"stage3_{name}": 0 for name in kept}
     if kind == "zero3":
         del given["zero_optimization"]["offload_optimizer"]
     file = folder / f"{kind}.json"
     file.write_text(json.dumps(given))
-    return {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    return VARIABLES["offload"] | {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
 
 
 def options_of(kind: str) -> dict:
     if kind in ("one", "ddp"):
         return {}
     options = {"use_cpu": False, "ddp_backend": "gloo"}  # DeepSpeed chooses the device
-    return options | ({"deepspeed": str(Path(__file__).with_name("zero2.json"))} if kind == "zero2 file" else {})
+    return options | ({"deepspeed": str(HERE / "zero2.json")} if kind == "zero2 file" else {})
 
 
 def take_cpus_for_gpus() -> None:

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from support.commands import complete_checkpoints
 from support.launching import SECONDS, environment, launch
 from support.trainers import config, letters_reward, logged, prompts, train_file, vision_trainer
+from transformers import TrainerCallback
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 PHASES = ("generation", "scoring", "backward", "optimizer", "evaluation")
@@ -27,48 +27,31 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def dies(phase: str, step: int) -> None:
-    """Kill this process in the midst of a phase, if it is the one and the step is the one."""
-    where, when, who = os.environ.get("DIES", "nowhere 0 all").split()
-    if (where, int(when)) == (phase, step) and who in ("all", os.environ.get("RANK", "0")):
-        os.kill(os.getpid(), signal.SIGKILL)
+class Dies(TrainerCallback):
+    """Kills this process in the midst of a phase, if it is the one and the step is the one."""
 
+    def __init__(self, trainer) -> None:
+        self.trainer, self.decodes = trainer, False  # whether the pass before was one of generation
+        trainer.model.model.language_model.norm.register_forward_hook(self.on_pass)
+        first = next(value for value in trainer.model.parameters() if value.requires_grad)
+        first.register_hook(lambda gradient: self.at("backward"))
+        trainer.add_callback(self)
 
-def kill_in_phases(trainer) -> None:
-    model, now = trainer.model, {"generates": 0, "evaluates": 0}
+    def at(self, phase: str) -> None:
+        where, step, who = os.environ.get("DIES", "nowhere 0 all").split()
+        is_now = (where, int(step)) == (phase, self.trainer.state.global_step + 1)
+        if is_now and who in ("all", os.environ.get("RANK", "0")):
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def counting(name, method):
-        @wraps(method)
-        def counted(*args, **kwargs):
-            now[name] = 1
-            found = method(*args, **kwargs)
-            now[name] = 0
-            return found
+    def on_pass(self, module, args, output) -> None:
+        if output.size(1) == 1:  # some tokens are there
+            self.at("generation" if self.trainer.model.training else "evaluation")
+        elif self.decodes and self.trainer.model.training and not torch.is_grad_enabled():
+            self.at("scoring")
+        self.decodes = output.size(1) == 1
 
-        return counted
-
-    def passes(module, args, output):
-        step = trainer.state.global_step + 1
-        if now["generates"]:
-            now["generates"] += 1
-            if now["generates"] > 3:  # some tokens are there
-                dies("evaluation" if now["evaluates"] else "generation", step)
-        elif model.training and not torch.is_grad_enabled():
-            dies("scoring", step)
-
-    model.model.language_model.norm.register_forward_hook(passes)
-    model.generate = counting("generates", model.generate)
-    trainer.evaluate = counting("evaluates", trainer.evaluate)
-    first = next(value for value in model.parameters() if value.requires_grad)
-    first.register_hook(lambda gradient: dies("backward", trainer.state.global_step + 1))
-    create = trainer.create_optimizer
-
-    def creates(*args, **kwargs):
-        optimizer = create(*args, **kwargs)
-        optimizer.register_step_post_hook(lambda *_: dies("optimizer", trainer.state.global_step + 1))
-        return optimizer
-
-    trainer.create_optimizer = creates
+    def on_optimizer_step(self, *args, **kwargs) -> None:
+        self.at("optimizer")
 
 
 @pytest.mark.minutes
@@ -103,7 +86,7 @@ if __name__ == "__main__":
     batch = OPTIONS["per_device_train_batch_size"] * 2 // int(os.environ.get("WORLD_SIZE", 1))
     options = config(output, **OPTIONS | {"per_device_train_batch_size": batch})
     trainer = vision_trainer(sys.argv[1], letters_reward, options, rows, rows.select(range(4)))
-    kill_in_phases(trainer)
+    Dies(trainer)
     trainer.train(resume_from_checkpoint=bool(complete_checkpoints(output)))
     if trainer.is_world_process_zero():
         sums = [value.double().sum().item() for value in trainer.model.parameters()]

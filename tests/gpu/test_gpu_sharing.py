@@ -5,7 +5,7 @@ import torch
 from gpu import flash
 from peft import LoraConfig, get_peft_model
 from places import DTYPES, attention, on_both, to
-from support.models.compare import checkpointed, generated, gradients, with_head
+from support.models.compare import checkpointed, generated, gradients, scored, with_head
 from support.models.families import build, make_batch
 from transformers import modeling_flash_attention_utils
 
@@ -19,11 +19,8 @@ LOGPS, GRADIENTS = 2e-5, 2e-4  # in float32, from additions in another order; In
 
 
 def scores(model, batch):
-    ids, length = batch.inputs["input_ids"], batch.completion_length
-    labels = ids.masked_fill(batch.inputs["attention_mask"] == 0, -100)
-    labels[:, :-length] = -100
     with torch.no_grad():
-        return model(**batch.inputs, labels=labels, fused_lm_head=True).log_probs[:, -length:].double().cpu()
+        return scored(model, batch)[0].double().cpu()
 
 
 def all_gradients(model, batch):

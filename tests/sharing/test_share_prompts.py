@@ -73,27 +73,21 @@ def test_rows_with_adapters_of_their_own_run_plainly():
 
 
 def test_policy_and_reference_do_not_share_a_prefix():
-    """The reference is the same model with its adapter off, or another adapter: its prompts are computed again."""
+    """The reference is the same model with its adapter off: its prompts are computed again."""
     model, batch = with_adapter("qwen2_vl"), make_batch("qwen2_vl")
-    model.add_adapter("other", LoraConfig(**LORA, target_modules=["k_proj", "up_proj"]))
 
-    def three_policies():
+    def both():
         policy, _ = scored(model, batch)
         with model.disable_adapter():
-            reference, _ = scored(model, batch)
-        model.set_adapter("other")
-        other, _ = scored(model, batch)
-        model.set_adapter("default")
-        return torch.stack([policy, reference, other])
+            return torch.stack([policy, scored(model, batch)[0]])
 
     with torch.no_grad():
-        plain = three_policies()
+        plain = both()
         with share_prompts(model, batch.completion_length) as report:
-            shared = three_policies()
+            shared = both()
     assert report.prompts_per_row == 1 / 3
     assert (plain - shared).abs().max() < 4e-6
     assert (plain[0] - plain[1]).abs().max() > 0.1
-    assert (plain[1] - plain[2]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from support.trainers import logged, tiny_model
 
 from vgr_trl.errors import ConfigError
 from vgr_trl.signals.perturbation import gaussian_blur
-from vgr_trl.views.perturbed_pass import images_in, score_perturbed
+from vgr_trl.views.perturbed_pass import images_in
 
 TAUGHT = {
     "teacher_view": "original", "teacher_weights": "reference", "loss_terms": ["teacher_divergence"],
@@ -19,19 +19,6 @@ TAUGHT = {
 
 def no_reward(completions, **columns):
     return [0.0] * len(completions)
-
-
-@pytest.fixture
-def rollouts(monkeypatch):
-    """Each training rollout: what was degraded, what the teacher saw, and the signals."""
-    seen = []
-
-    def measured(run, rollout):
-        score_perturbed(run, rollout)
-        seen.append(rollout)
-
-    monkeypatch.setattr("vgr_trl.trainer.score_perturbed", measured)
-    return seen
 
 
 def bytes_of(rollouts):

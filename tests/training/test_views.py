@@ -1,4 +1,3 @@
-from copy import copy
 from functools import partial
 
 import pytest
@@ -14,24 +13,15 @@ from vgr_trl.signals import scoring
 from vgr_trl.signals.named import columns_to_signals, signals_to_columns
 from vgr_trl.signals.perturbation import Seen
 from vgr_trl.signals.ratios import jensen_shannon
-from vgr_trl.views.perturbed_pass import score_perturbed
 
 FULL = {"share_prompts": "off", "kl_coef": 0.1, "kl_penalty": "full"}
 BLURRED = {"signals": ["jsd", "stability"], "further_perturbations": ["gaussian_blur"]}
 HINT = "the circle is red"
 
 
-def rollout_of(run, monkeypatch, then=lambda: None):
-    found = []
-
-    def measured(run, rollout):
-        score_perturbed(run, rollout)
-        then()
-        found.append(copy(rollout))
-
-    monkeypatch.setattr("vgr_trl.trainer.score_perturbed", measured)
+def rollout_of(run, rollouts):
     run.train()
-    return found[0]
+    return rollouts[-1]
 
 
 def noted_passes(monkeypatch):
@@ -45,26 +35,8 @@ def noted_passes(monkeypatch):
     return passes
 
 
-def asked_without_images(run, rollout):
-    """(N, T) log-probabilities, each row alone: its text, tokenized without the image, and its completion."""
-    rows = []
-    for messages, completion in zip(rollout.messages, rollout.batch.completion_ids, strict=True):
-        text = [
-            {"role": message["role"], "content": [part for part in message["content"] if part["type"] == "text"]}
-            for message in messages
-        ]
-        prompt = run.processing_class.apply_chat_template(
-            text, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )["input_ids"]
-        ids = torch.cat([prompt, completion[None]], dim=1)
-        with torch.no_grad():
-            logits = run.model(input_ids=ids).logits[0, prompt.size(1) - 1 : -1] / run.temperature
-        rows.append(logits.log_softmax(-1).gather(-1, completion[:, None])[:, 0])
-    return torch.stack(rows)
-
-
 @pytest.mark.parametrize(("share", "over"), [("on", "mean"), ("off", "min")])
-def test_the_question_without_its_image(share, over, vision_trainer, monkeypatch):
+def test_the_question_without_its_image(share, over, vision_trainer, rollouts, monkeypatch):
     """In one pass with a perturbed image, and equal to each row alone, with no token of the image."""
     run = vision_trainer(
         max_steps=1, credit_rules=["trajectory_scale"], signals=["stability"], share_prompts=share,
@@ -72,9 +44,9 @@ def test_the_question_without_its_image(share, over, vision_trainer, monkeypatch
         dependency_over=over,
     )  # fmt: skip
     passes = noted_passes(monkeypatch)
-    rollout = rollout_of(run, monkeypatch)
+    rollout = rollout_of(run, rollouts)
     signals = rollout.signals
-    expected = asked_without_images(run, rollout)
+    expected, _ = asked_with_images(run, rollout, lambda images, row, seed: Seen([]))
     valid = signals.mask.bool()
     assert torch.allclose(signals.views["remove_image"][valid], expected[valid], atol=1e-5)
     text, blurred = signals.views["remove_image"], signals.views["gaussian_blur"]
@@ -97,13 +69,13 @@ def logits_of(run, batch):
 
 
 @pytest.mark.parametrize("changed", [{"signals": ["jsd"]}, FULL | BLURRED])
-def test_the_shift_of_distributions_is_that_of_plain_logits(changed, vision_trainer, monkeypatch):
+def test_the_shift_of_distributions_is_that_of_plain_logits(changed, vision_trainer, rollouts, monkeypatch):
     run = vision_trainer(
         max_steps=1, credit_rules=["vepo"], perturbation="mask_image", learning_rate=0.0,
         temperature=0.7, compute_attention_metrics=False, **changed,
     )  # fmt: skip
     passes = noted_passes(monkeypatch)
-    signals = rollout_of(run, monkeypatch).signals
+    signals = rollout_of(run, rollouts).signals
     first, second = (logits_of(run, passed) for passed in (passes[0], passes[-1]))
     second = second[: len(first)]  # those under the second perturbation stand behind
     mask, logps = signals.mask.bool(), torch.log_softmax(second, -1)
@@ -114,10 +86,10 @@ def test_the_shift_of_distributions_is_that_of_plain_logits(changed, vision_trai
     assert logged(run, "credit/vepo/token_fraction")[0] < 0.5
 
 
-def test_completions_behind_perturbed_images_of_their_own(vision_trainer, monkeypatch):
+def test_completions_behind_perturbed_images_of_their_own(vision_trainer, rollouts):
     """Prompts of a group are then alike in tokens alone, so none is shared in that pass: as without sharing."""
     options = {"max_steps": 1, "credit_rules": ["trajectory_scale"], "perturb_per": "completion", "learning_rate": 0.0}
-    shared, plain = (rollout_of(vision_trainer(**options, share_prompts=share), monkeypatch) for share in ("on", "off"))
+    shared, plain = (rollout_of(vision_trainer(**options, share_prompts=share), rollouts) for share in ("on", "off"))
     assert torch.equal(shared.batch.completion_ids, plain.batch.completion_ids)
     valid = plain.signals.mask.bool()
     assert torch.allclose(shared.signals.dependency[valid], plain.signals.dependency[valid], rtol=1e-3, atol=1e-7)
@@ -189,9 +161,10 @@ def asked_with_images(run, rollout, view):
             continue
         text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         asked, end, behind = text.rpartition("<|im_end|>")
-        text, images = f"{asked}\n\n{seen.text}{end}{behind}", [*seen.images]
+        text = asked + (seen.text and f"\n\n{seen.text}") + end + behind
+        shown = {"images": [[*seen.images]]} if seen.images else {}
         marks = "<|vision_start|><|image_pad|><|vision_end|>"
-        inputs = processor(text=[text.replace(marks, marks * len(images))], images=[images], return_tensors="pt")
+        inputs = processor(text=[text.replace(marks, marks * len(seen.images))], **shown, return_tensors="pt")
         prompt = inputs["input_ids"].size(1)
         inputs["input_ids"] = torch.cat([inputs["input_ids"], completion[None]], dim=1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -204,7 +177,7 @@ def asked_with_images(run, rollout, view):
 
 
 @pytest.mark.parametrize("share", ["on", "off"])
-def test_a_teacher_with_more_image_tokens(share, closer, taught, monkeypatch):
+def test_a_teacher_with_more_image_tokens(share, closer, taught, rollouts, monkeypatch):
     """As each row alone, in float64; rows without a box have no gap, weight 1, and nothing is added to them."""
     run = taught(
         credit_rules=["rlsd", "distil"], share_prompts=share, perturbation="gaussian_blur", signals=["stability"],
@@ -215,14 +188,13 @@ def test_a_teacher_with_more_image_tokens(share, closer, taught, monkeypatch):
     def count(name, layer, args, kwargs):
         hidden = args[0] if args else kwargs["hidden_states"]
         computed[name] += (
-            len(passes) == 3 and hidden.shape[:-1].numel()
+            len(passes) == 3 and not rollouts and hidden.shape[:-1].numel()
         )  # the policy's and that of perturbations before
 
     parts = {"tokens": run.model.model.language_model.layers[0], "patches": run.model.model.visual.blocks[0]}
     for name, layer in parts.items():
         layer.register_forward_pre_hook(partial(count, name), with_kwargs=True)
-    rollout = rollout_of(run, monkeypatch, lambda: passes.append(None))
-    passes.pop()
+    rollout = rollout_of(run, rollouts)
     signals, valid = rollout.signals, rollout.signals.mask.bool()
     batch, patches = passes[-1], passes[-1].images.tensors["image_grid_thw"].prod(-1)
     limit = 2 * batch.width + 8 * batch.length if share == "on" else 8 * (batch.width + batch.length)
@@ -262,29 +234,23 @@ def test_what_a_teacher_adds_trains_groups_without_variance(rule, moves, taught,
 
 
 @pytest.mark.parametrize("adapts", [False, True])
-def test_the_reference_teaches(adapts, closer, taught, model_folder, monkeypatch):
-    seen, adapter = [], LoraConfig(target_modules=["q_proj"]) if adapts else None
+def test_the_reference_teaches(adapts, closer, taught, model_folder, rollouts):
+    adapter = LoraConfig(target_modules=["q_proj"]) if adapts else None
     run = taught(max_steps=2, learning_rate=0.1, teacher_weights="reference", peft_config=adapter)
-
-    def measured(run, rollout):
-        score_perturbed(run, rollout)
-        seen.append(copy(rollout))
-
-    monkeypatch.setattr("vgr_trl.trainer.score_perturbed", measured)
     run.train()
     run.model = tiny_model(model_folder).double()
-    for rollout in seen:
+    for rollout in rollouts:
         (expected, _), valid = asked_with_images(run, rollout, closer), rollout.signals.mask.bool()
         teacher = rollout.signals.views["teacher"].double()
         assert torch.allclose(teacher[valid], expected[valid], atol=1e-5, equal_nan=True)
-    assert "reference_logps" not in seen[0].batch.columns
+    assert "reference_logps" not in rollouts[0].batch.columns
 
 
 @pytest.mark.parametrize(
     ("kind", "top", "options"),
     [("forward", 5, {}), ("reverse", 0, {"gradient_checkpointing": True}), ("jensen_shannon", 3, {"temperature": 0.7})],
 )
-def test_gradients_of_the_divergence_from_a_teacher(kind, top, options, closer, taught, monkeypatch):
+def test_gradients_of_the_divergence_from_a_teacher(kind, top, options, closer, taught, rollouts, monkeypatch):
     """As by autograd of the formula on all logits in float64, whole micro-batches and one position at a time."""
     numbers = {"teacher_divergence_coef": 0.5, "teacher_divergence_kind": kind, "gated_distillation_coef": 0.2}
     run = taught(
@@ -293,7 +259,7 @@ def test_gradients_of_the_divergence_from_a_teacher(kind, top, options, closer, 
     )  # fmt: skip
     monkeypatch.setitem(scoring.LOGITS_AT_A_TIME, "cpu", 1)
     found = gradients_of(run)
-    rollout = rollout_of(run, monkeypatch)
+    rollout = rollout_of(run, rollouts)
     batch, valid = rollout.batch, rollout.signals.mask.bool()
     sampled, every = asked_with_images(run, rollout, closer)
     seen = ~sampled[:, 0].isnan()  # (N,)
@@ -320,19 +286,19 @@ def test_gradients_of_the_divergence_from_a_teacher(kind, top, options, closer, 
     assert 0 < logged(run, "teacher_gate")[0] < 1
 
 
-def test_a_teacher_that_sees_the_clean_image(vision_trainer, monkeypatch):
+def test_a_teacher_that_sees_the_clean_image(vision_trainer, rollouts):
     """Noisy completions are compared with the image that they were sampled from; the others have a gap of 0."""
     run = vision_trainer(
         max_steps=1, learning_rate=0.0, teacher_view="clean", noisy_generations=2, noisy_perturbation="mask_image"
     )
-    signals = rollout_of(run, monkeypatch).signals
+    signals = rollout_of(run, rollouts).signals
     gap, valid = signals.extra["teacher_gap"], signals.mask.bool()
     noisy = torch.tensor([False, False, True, True] * 2).unsqueeze(1) & valid
     assert gap[valid & ~noisy].abs().max() < 1e-5 < 1e-4 < gap[noisy].abs().max()
     assert torch.allclose(signals.views["teacher"][valid], signals.logps[valid], atol=1e-5)
 
 
-def test_a_teacher_of_failures_with_another_for_the_description(closer, taught, monkeypatch):
+def test_a_teacher_of_failures_with_another_for_the_description(closer, taught, rollouts, monkeypatch):
     """Gradients as by autograd on all logits in float64; a row that did not fail has no teacher, nor a pass."""
     registries.views.register("told")(told := lambda images, row, seed: Seen(images, "the shape is round"))
     wrong = [0.0, 1.0, None, -1.0] * 2
@@ -356,7 +322,7 @@ def test_a_teacher_of_failures_with_another_for_the_description(closer, taught, 
 
     run._generate_single_turn = generate
     passes, found = noted_passes(monkeypatch), gradients_of(run)
-    rollout = rollout_of(run, monkeypatch)
+    rollout = rollout_of(run, rollouts)
     batch, valid = rollout.batch, rollout.signals.mask.bool()
     views = [len(passed) for passed in passes if len(passed) < 8]
     assert views == [2, 4], "failures with a box; failures"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedType
 from torch import distributed, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import AutoConfig, PreTrainedModel
@@ -39,13 +38,6 @@ def rotate_at_end() -> Iterator[None]:
 # transformers saves parameters of vision-language models under other names, and `from_pretrained` renames them back.
 # The trainer's loading does not: it warns and keeps the weights of the start (seen with transformers 5.23 and
 # Qwen2.5-VL). Removable when `Trainer._load_from_checkpoint` renames.
-
-
-def whole_model(accelerator: Accelerator, model: Any) -> PreTrainedModel | None:
-    """Return the unwrapped model if it is unsharded, so that the trainer would not load its weights; or None."""
-    target = accelerator.unwrap_model(model)
-    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    return target if isinstance(target, PreTrainedModel) and not sharded else None
 
 
 def load_weights(model: PreTrainedModel, checkpoint: str) -> None:

@@ -78,8 +78,6 @@ def name_weights_as_saved(generation: Any, policy: Any) -> None:
 
 # Families that vLLM does not serve. Its error lists all families that it serves.
 
-UNSERVED = re.compile(r"Model architectures \['(\w+)'.*?\] are not supported")
-
 
 @contextmanager
 def naming_unserved_model() -> Iterator[None]:
@@ -87,7 +85,7 @@ def naming_unserved_model() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if not (match := UNSERVED.search(str(error))):
+        if not (match := re.search(r"Model architectures \['(\w+)'.*?\] are not supported", str(error))):
             raise
         raise ConfigError(f"The installed vLLM does not serve {match[1]}: set use_vllm=False.") from error
 
@@ -247,7 +245,8 @@ class ImagesOfPrompts:
 
 def send_images(generation: Any, processor: Any) -> None:
     """Let TRL's client of a server, which only the main process has, send images with their prompts."""
-    if client := getattr(generation, "vllm_client", None):
+    if generation.accelerator.is_main_process:
+        client = generation.vllm_client
         read = getattr(processor.image_processor, "process_image", None)
         client._generate_from_features = ImagesOfPrompts(client, read).generate
         client.image_features = lambda images: images
