@@ -15,6 +15,7 @@ from vgr_trl.batch import Batch
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
 from vgr_trl.passes.micro_batches import RowsPerPass, UpdateMemory, _split_rows
+from vgr_trl.passes.run_pass import rows_within
 from vgr_trl.pixels import RowImages
 from vgr_trl.run import Features
 from vgr_trl.sharing.model_support import Feature
@@ -189,3 +190,9 @@ def test_prompts_of_equal_text_with_other_images_are_counted_apart():
         accelerator=accelerator, features=features, args=SimpleNamespace(max_tokens_per_micro_batch=12)
     )
     assert _split_rows(run, RowsPerPass(4, 1, None, None, None), batch) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(("budget", "group", "rows"), [(28, 4, 2), (27, 8, 2), (15, 4, 1), (34, 4, 4), (68, 4, 8)])
+def test_scoring_chunks_are_whole_groups_or_even_parts_of_one(budget, group, rows):
+    """P 10, T 6. Three rows fit into 28 tokens, but every other chunk of three would have two prompts: 38."""
+    assert rows_within(budget, group, 16, 6) == rows

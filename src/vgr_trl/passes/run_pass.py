@@ -378,7 +378,9 @@ def around_generation(run: Run, model: nn.Module) -> Iterator[None]:
 
 
 def rows_within(most_tokens: int, group: int, longest: int, completion: int) -> int:
-    """Return the number of rows that fit into a budget of tokens, at least one.
+    """Return the number of rows that fit into a budget of tokens, at least one: whole groups, or an even part of one.
+
+    Other parts would begin with the last rows of a group and take the prompt of the next one along.
 
     Args:
         most_tokens: `max_tokens_per_micro_batch`.
@@ -388,7 +390,8 @@ def rows_within(most_tokens: int, group: int, longest: int, completion: int) -> 
     """
     if (groups := most_tokens // (longest + (group - 1) * completion)) > 0:
         return groups * group
-    return max((most_tokens - longest) // completion + 1, 1)
+    rows = max((most_tokens - longest) // completion + 1, 1)
+    return max(number for number in range(1, min(rows, group) + 1) if group % number == 0)
 
 
 def refuse_nan(logps: Tensor, mask: Tensor, step: int) -> None:
