@@ -611,9 +611,11 @@ PERTURBATION_CONFLICTS: Conflicts = (
     (lambda o: len(set(o.perturbations)) < len(o.perturbations),
      "further_perturbations is {o.further_perturbations}: give each perturbation once."),
     (lambda o: not {"entropy_penalty", "perception_loss", "entropy_loss"}.isdisjoint(o.loss_terms or ()),
-     "loss_terms is {o.loss_terms}: set perception_loss_weight, der_loss_weight1 or 2, or use_entropy_penalty."),
+     "loss_terms is {o.loss_terms}: leave terms of PAPO and VPPO out, and set perception_loss_weight, "
+     "der_loss_weight1, der_loss_weight2 and use_entropy_penalty."),
     (lambda o: "perturbed" in o.term_needs() and o.perturbation == REMOVE_IMAGE,
-     "perturbation is remove_image, but a loss term needs perturbed images: name it in further_perturbations only."),
+     "perturbation is remove_image with a loss term on perturbed images, whose pass takes the same prompts with other "
+     "images: give another perturbation, and this one as further_perturbations."),
     (lambda o: len(o.token_weights_clip) != 2 or not o.token_weights_clip[0] <= 1 <= o.token_weights_clip[1],
      "token_weights_clip is {o.token_weights_clip}: give two numbers low <= 1 <= high, with low at least 0."),
 )
@@ -634,7 +636,8 @@ CONFLICTS: Conflicts = (
      "delta (clip_ratio_dual) is {o.delta}, which would also clip positive advantages: give above 1 + epsilon_high."),
     (lambda o: o.importance_sampling_level == "sequence" and o.loss_type not in ("cispo", "vespo")
         and (o.shapes_tokens or o.uses_critic),
-     "importance_sampling_level is sequence, which ignores credit of tokens: give token, or loss_type cispo or vespo."),
+     "importance_sampling_level is sequence with loss_type {o.loss_type}: the gradient would ignore token weights, "
+     "filters and values of tokens; use importance_sampling_level token, or loss_type cispo or vespo."),
     (lambda o: o.kl_coef > 0 and o.beta > 0,
      "kl_coef is {o.kl_coef} and beta is {o.beta}: give kl_coef, or beta (low_var_kl in the loss, as TRL has it)."),
     (lambda o: o.penalises_kl and o.multi_objective_aggregation != "sum_then_normalize",
@@ -647,12 +650,14 @@ CONFLICTS: Conflicts = (
      "torch_compile hides the hidden states that advantage_estimator gae or a loss term reads: drop one."),
     (lambda o: not o.filter_low < o.filter_high or (o.filter_mode == "quantile"
         and not 0 <= o.filter_low < o.filter_high <= 1),
-     "filter_low is {o.filter_low!r} and filter_high is {o.filter_high!r}: give low < high, as quantiles in [0, 1]."),
+     "filter_low is {o.filter_low!r} and filter_high is {o.filter_high!r}: give filter_low < filter_high, with "
+     "filter_mode quantile in [0, 1]."),
     (lambda o: o.eval_temperature == 0 and (o.num_generations_eval or o.num_generations or 1) > 1,
      "eval_temperature is 0, so all completions of a prompt would be alike: give num_generations_eval 1."),
     (lambda o: o.num_generations == 1
         and (o.selects_groups or any((o.reward_weights or [1]) + (o.early_reward_weights or []))),
-     "num_generations is 1, but rewards and filters compare completions: give at least 2, or reward_weights of 0."),
+     "num_generations is 1, but rewards compare the completions of a prompt: give at least 2, or reward_weights of 0 "
+     "without replay_buffer_size, dynamic_sampling and online_filtering."),
     (lambda o: o.noisy_generations > (o.num_generations or 0),
      "noisy_generations is {o.noisy_generations}: give at most num_generations, {o.num_generations}."),
     (lambda o: o.noisy_decay == "exponential" and o.noisy_decay_coef >= 1,
@@ -663,7 +668,8 @@ CONFLICTS: Conflicts = (
      "degraded_by is {o.degraded_by}, which has no strength: give degraded_from 1, or another perturbation."),
     (lambda o: o.noisy_generations and o.noisy_decay != "none" and o.noisy_decay_of != "generations"
         and not takes_strength(o.noisy_perturbation),
-     "noisy_perturbation is {o.noisy_perturbation}, without a strength: give another, or noisy_decay_of generations."),
+     "noisy_perturbation is {o.noisy_perturbation}, which has no strength to decay: give noisy_decay_of generations, "
+     "or another perturbation."),
     (lambda o: any(name not in o.blind_prompt for name in ("{description}", "{question}")),
      "blind_prompt lacks {{description}} or {{question}}: it needs both."),
 )

@@ -5,7 +5,6 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import version
 from traceback import format_exception
@@ -39,9 +38,24 @@ def error_text(error: BaseException, most: int = 200) -> str:
 
 
 def did_you_mean(name: str, candidates: Collection[str]) -> str:
-    """Return ` Did you mean NAME?` with the known name that is nearly the same, or nothing."""
-    nearest = get_close_matches(name, candidates, 1, cutoff=0.85)
-    return f" Did you mean {nearest[0]}?" if nearest else ""
+    """Return ` Did you mean NAME?` with the known name that differs least, in one or two letters; else nothing."""
+    edits = {option: count_edits(name, option) for option in candidates if abs(len(option) - len(name)) <= MOST_EDITS}
+    nearest = min(edits, key=lambda option: edits[option], default="")
+    is_near = edits.get(nearest, MOST_EDITS + 1) <= min(MOST_EDITS, len(name.strip("-")) // 3)
+    return f" Did you mean {nearest}?" if is_near else ""
+
+
+MOST_EDITS = 2
+
+
+def count_edits(first: str, second: str) -> int:
+    """Return the Levenshtein distance: insertions, deletions and replacements of letters between two names."""
+    row = list(range(len(second) + 1))
+    for i, letter in enumerate(first, 1):
+        before, row = row, [i]
+        for j, mate in enumerate(second):
+            row.append(min(before[j] + (letter != mate), before[j + 1] + 1, row[j] + 1))
+    return row[-1]
 
 
 class VGRError(Exception):

@@ -196,7 +196,7 @@ def collect_turns(run: Run, rollout: Rollout, generated: Sequence[Any], image_to
     images = [[*(of_row or ())] for of_row in images or [()] * len(is_own)]
     fields = process_images(run.processor, images) if any(returned) and run.facts.is_vlm else {}
     if "image_grid_thw" in fields:
-        lengths = fields["image_grid_thw"].prod(-1) // run.processor.image_processor.merge_size**2
+        lengths = fields["image_grid_thw"].prod(-1) // getattr(run.processor.image_processor, "merge_size", 2) ** 2
         token_counts = iter(lengths.tolist())  # tokens of each image, row by row
         for row, prompt, completion, of_row in zip(rollout.rows, prompt_ids, completion_ids, images, strict=True):
             expected, count = sum(next(token_counts) for _ in of_row), [*prompt, *completion].count(image_token or -1)

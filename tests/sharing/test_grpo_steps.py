@@ -5,10 +5,12 @@ import yaml
 from peft import LoraConfig
 from support.models.tiny_questions import picture, questions
 from support.steps import DAPO, LOSSES, ROUNDING, STOCK, assert_same_steps, options, trained
+from support.trainers import logged
 from support.vllm import in_place_of_vllm
 
 # TRL 1.16 switches checkpointing off around a rollout by the old name of the method.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
+TWICE = {"num_iterations": 2}  # the second time the policy is not the one that wrote the completions
 STRADDLING = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 TABLE = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text(encoding="utf-8"))
@@ -28,6 +30,18 @@ def stock_and_ours(vision, rows, settings, lora=None, **ours_only):
 def assert_equal_steps(vision, stock, ours):
     assert_same_steps(vision[0], ours, stock)
     assert ours.places["generation"].prompts_per_row == 1 / 4
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_steps_of_every_loss(loss, vision, image_rows, tmp_path):
+    """All weights trained, two iterations: old log-probabilities are scored, and ratios differ from 1."""
+    stock, ours = stock_and_ours(vision, image_rows, options(tmp_path, **LOSSES[loss], **TWICE))
+    assert_equal_steps(vision, stock, ours)
+    assert ours.places["scoring"].prompts_per_row == 1 / 4
+    assert ours.run.features.regroup.enabled == (loss != "bnpo")
+    if ours.run.features.regroup.enabled:
+        assert ours.places["training"].prompts_per_row == 1 / 4
+        assert logged(ours, "sharing/prompts_per_row") == [1 / 4] * 3
 
 
 @pytest.mark.parametrize("loss", LOSSES)

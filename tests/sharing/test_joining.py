@@ -19,6 +19,7 @@ from vgr_trl.passes.run_pass import rows_within
 from vgr_trl.pixels import RowImages
 from vgr_trl.run import Features
 from vgr_trl.sharing.model_support import Feature
+from vgr_trl.signals.scoring import cut_rows
 from vgr_trl.trainer import DAPOTrainer
 
 TABLE = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text(encoding="utf-8"))
@@ -192,7 +193,10 @@ def test_prompts_of_equal_text_with_other_images_are_counted_apart():
     assert _split_rows(run, RowsPerPass(4, 1, None, None, None), batch) == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize(("budget", "group", "rows"), [(28, 4, 2), (27, 8, 2), (15, 4, 1), (34, 4, 4), (68, 4, 8)])
-def test_scoring_chunks_are_whole_groups_or_even_parts_of_one(budget, group, rows):
-    """P 10, T 6. Three rows fit into 28 tokens, but every other chunk of three would have two prompts: 38."""
-    assert rows_within(budget, group, 16, 6) == rows
+@pytest.mark.parametrize(
+    ("budget", "group", "sizes"),
+    [(28, 4, [3, 1, 3, 1]), (15, 4, [1] * 8), (34, 4, [4, 4]), (68, 4, [8]), (28, 8, [3, 3, 2])],
+)
+def test_scoring_chunks_under_a_budget_end_with_their_group(budget, group, sizes):
+    """P 10, T 6: three rows fit into 28 tokens, and a chunk with the last row of a group and two more has 38."""
+    assert [*map(len, cut_rows(8, rows_within(budget, group, 16, 6), group))] == sizes

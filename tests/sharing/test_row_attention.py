@@ -1,3 +1,4 @@
+import copy
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -6,7 +7,7 @@ import torch
 from support.models.compare import checkpointed, gradients, largest_relative, loss_of, needs_shared, scored, with_head
 from support.models.families import FAMILIES, Family, build, make_batch, text_model
 from support.models.flash_on_cpu import PaddedKernel, as_flash, with_kernels
-from support.steps import ROUNDING
+from support.steps import DAPO, LOSSES, ROUNDING, STOCK, assert_same_steps, options, trained
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from vgr_trl.sharing import attention, share_prompts
@@ -51,6 +52,18 @@ def test_flash_attention_with_variable_lengths(name, checkpointing, monkeypatch)
     behind = [queries for queries, _ in packed if len(queries) == len(lengths)]
     layers = model.config.get_text_config().num_hidden_layers
     assert behind == [lengths] * layers * (2 if checkpointing else 1)
+
+
+@pytest.mark.parametrize("loss", ["dapo", "vespo"])
+def test_steps_with_flash_attention_are_those_of_trl(loss, vision, image_rows, tmp_path, monkeypatch):
+    packed = with_kernels(monkeypatch)
+    settings = options(tmp_path, **{"epsilon_high": 0.28, **LOSSES[loss]}, num_iterations=2)
+    model, processor = vision
+    stock = trained(STOCK, model, processor, image_rows, settings)
+    assert not packed
+    ours = trained(DAPO, as_flash(copy.deepcopy(model)), processor, image_rows, settings)
+    assert_same_steps(model, ours, stock)
+    assert any(queries != keys and len(set(queries)) > 1 for queries, keys in packed)
 
 
 def test_other_passes_keep_the_attention_of_transformers():

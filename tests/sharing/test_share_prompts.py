@@ -1,15 +1,15 @@
 import copy
 from contextlib import nullcontext
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
+from accelerate.state import GradientState
 from peft import LoraConfig, get_peft_model
 from support.models.compare import gradients, largest_relative, scored, with_head
 from support.models.families import FAMILIES, IMAGE, PAD, build, make_batch, randomise, text_model
 
-from vgr_trl.errors import ConfigError
-from vgr_trl.sharing import share_prompts, whole_groups
+from vgr_trl.sharing import share_prompts
 from vgr_trl.sharing.model_support import cache_name, causal_model, has_active_dropout
 
 LORA = {"r": 4, "lora_alpha": 8, "init_lora_weights": False}
@@ -73,21 +73,65 @@ def test_rows_with_adapters_of_their_own_run_plainly():
 
 
 def test_policy_and_reference_do_not_share_a_prefix():
-    """The reference is the same model with its adapter off: its prompts are computed again."""
+    """The reference is the same model with its adapter off, or another adapter: its prompts are computed again."""
     model, batch = with_adapter("qwen2_vl"), make_batch("qwen2_vl")
+    model.add_adapter("other", LoraConfig(**LORA, target_modules=["k_proj", "up_proj"]))
 
-    def both():
+    def three_policies():
         policy, _ = scored(model, batch)
         with model.disable_adapter():
-            return torch.stack([policy, scored(model, batch)[0]])
+            reference, _ = scored(model, batch)
+        model.set_adapter("other")
+        other, _ = scored(model, batch)
+        model.set_adapter("default")
+        return torch.stack([policy, reference, other])
 
     with torch.no_grad():
-        plain = both()
+        plain = three_policies()
         with share_prompts(model, batch.completion_length) as report:
-            shared = both()
+            shared = three_policies()
     assert report.prompts_per_row == 1 / 3
     assert (plain - shared).abs().max() < 4e-6
     assert (plain[0] - plain[1]).abs().max() > 0.1
+    assert (plain[1] - plain[2]).abs().max() > 0.1
+
+
+def reference_with_gradients(model, batch, number):
+    with model.disable_adapter():
+        reference, _ = scored(model, batch)
+    return scored(model, batch)[0] - reference
+
+
+def alternating_adapters(model, batch, number):
+    model.set_adapter(["default", "other"][number % 2])
+    return scored(model, batch)[0]
+
+
+@pytest.mark.parametrize("forward", [reference_with_gradients, alternating_adapters])
+def test_adapters_that_change_between_micro_batches_of_an_optimizer_step(forward):
+    """Three micro-batches hold one completion of each prompt."""
+    model, batch = with_adapter("llama"), make_batch("llama")
+    model.add_adapter("other", LoraConfig(**LORA, target_modules=["k_proj", "up_proj"]))
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(weight.requires_grad or "layernorm" in name)  # the reference has gradients, too
+
+    def step():
+        model.zero_grad()
+        logps = []
+        for number in range(3):
+            GradientState()._set_sync_gradients(number == 2)
+            part = replace(batch, inputs={name: value[number::3] for name, value in batch.inputs.items()})
+            logps.append(forward(model, part, number))
+            logps[-1].square().sum().backward()
+        model.set_adapter("default")
+        return torch.cat(logps), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain_logps, plain = step()
+    with share_prompts(model):
+        logps, shared = step()
+    torch.testing.assert_close(logps, plain_logps, rtol=0, atol=1e-5)
+    assert plain.keys() == shared.keys()
+    assert largest_relative(plain, shared) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -154,19 +198,28 @@ def test_blocks_can_be_nested_and_end_with_errors():
     assert "forward" not in vars(model.model)
 
 
-@pytest.mark.parametrize(("gradients", "asked"), [(False, {}), (True, {}), (False, {"use_cache": True})])
-def test_a_loop_that_decodes_from_the_cache_it_gets(gradients, asked):
+def test_a_pass_that_wants_a_cache_gets_it():
+    model, batch = build("llama"), make_batch("llama")
+    with torch.no_grad(), share_prompts(model) as report:
+        outputs = model(**batch.inputs, use_cache=True)
+    assert outputs.past_key_values.get_seq_length() == batch.inputs["input_ids"].size(1)
+    assert len(outputs.past_key_values.layers[0].keys) == 6
+    assert report.rows == 0
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_loop_that_decodes_from_the_cache_it_gets_by_default(gradients):
     model, batch = build("llama"), make_batch("llama")
     with torch.set_grad_enabled(gradients):
-        plain = decode_twice(model, **batch.prompt_inputs(), **asked)
+        plain = decode_twice(model, **batch.prompt_inputs())
         with share_prompts(model):
-            shared = decode_twice(model, **batch.prompt_inputs(), **asked)
+            shared = decode_twice(model, **batch.prompt_inputs())
     torch.testing.assert_close(shared, plain)
 
 
-def decode_twice(model, input_ids, attention_mask, **asked):
+def decode_twice(model, input_ids, attention_mask):
     """Logits of the next two tokens, greedily."""
-    first = model(input_ids, attention_mask, **asked)
+    first = model(input_ids, attention_mask)
     token = first.logits[:, -1:].argmax(-1)
     mask = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
     second = model(token, mask, **{cache_name(model.model): first.past_key_values})
@@ -194,11 +247,3 @@ def test_a_model_that_samples_by_itself_draws_the_same_numbers():
             tokens.append(model.generate(**batch.prompt_inputs(), max_new_tokens=5))
     assert report.prompts == 2
     assert torch.equal(*tokens)
-
-
-def test_numbers_that_make_groups_whole():
-    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "steps_per_generation": 8}
-    whole = vars(whole_groups(SimpleNamespace(**sizes, num_generations=4)))
-    assert [whole[name] for name in sizes] == [4, 2, 2]
-    with pytest.raises(ConfigError):
-        whole_groups(SimpleNamespace(**sizes, num_generations=3))

@@ -85,6 +85,7 @@ def test_images_of_a_prompt_get_streams_of_their_own_that_depend_on_nothing_else
 def test_grey_gets_darker_and_spreads():
     """After 250 steps 128 becomes 0.98913 · 128 = 126.6; the noise has a standard deviation of 0.14702 · 255 = 37.5."""
     assert perturbed.diffusion_signal(500) ** 0.5 == pytest.approx(0.8630172610282898, rel=2e-4)  # recorded
+    assert perturbed.diffusion_signal(999) ** 0.5 == pytest.approx(0.28504252433776855, rel=2e-4)  # recorded
     grey = Image.new("RGB", (200, 200), (128, 128, 128))
     after = np.asarray(perturbed.diffusion_noise(grey, steps=250, seed=3), float)
     assert after.mean() == pytest.approx(0.98913 * 128, abs=0.5)

@@ -6,6 +6,7 @@ import torch
 from support.models.families import IMAGE, VIDEO, build
 
 from vgr_trl.demo.tiny_model import SPECIAL_TOKENS, TAGS, build_processor
+from vgr_trl.errors import ConfigError
 from vgr_trl.signals import ratios
 from vgr_trl.signals.ratios import special_token_ids, vision_token_ids, visual_dependency
 
@@ -53,6 +54,13 @@ def test_segments_of_layers():
         assert ratios.split_layers(count, "ends") == expected
 
 
+def test_average_first_then_take_the_ratio():
+    """A_I = 0.3, A_V = (0.1 + 0.7) / 2 = 0.4: 0.075 / 0.025 = 3; the ratios of the two tokens are 12 and 12 / 7."""
+    one = mass([[0.1, 0.7]], [[0.3, 0.3]])
+    assert ratios.vision_gain_ratio(one).tolist() == pytest.approx([3])
+    assert ratios.token_vision_gain_ratio(one).tolist() == [pytest.approx([12, 12 / 7])]
+
+
 def test_tokens_that_see_different_images_by_hand():
     """The worked case of turns in docs/definitions.md; a tool's token in the middle, and one that sees no image."""
     one = mass([[0.2, 0.2, 0.9, 0.4, 0.4, 0.0]], [[0.3, 0.3, 0.9, 0.4, 0.4, 0.9]])
@@ -83,6 +91,13 @@ def test_undefined_ratios(one, expected):
     assert ratios.mdi_balance(ratio).tolist() == pytest.approx([NAN if math.isnan(expected) else 0], nan_ok=True)
 
 
+def test_balance_at_its_ends():
+    assert ratios.mdi_balance(torch.tensor([1.0, 2.0, 0.5, 3.0, 0.1, 0.0, INF])).tolist() == [1, 0, 0, 0, 0, 0, 0]
+    assert ratios.mdi_balance(torch.tensor([[2.0]]), 4.0).tolist() == [[pytest.approx(0.5)]]
+    with pytest.raises(ConfigError):
+        ratios.mdi_balance(torch.tensor([1.0]), 1)
+
+
 @pytest.mark.parametrize(
     ("difference", "expected"),
     [
@@ -97,3 +112,12 @@ def test_undefined_ratios(one, expected):
 def test_values_by_hand(difference, expected):
     original = torch.tensor([[-1.5]])
     assert visual_dependency(original, original + difference).item() == pytest.approx(expected, abs=2e-6)
+
+
+def test_gradients_flow_into_both_and_stop_where_it_is_clamped():
+    """d/dx of e^(p - x) - (p - x) - 1 is 1 - e^(p - x)."""
+    original = torch.tensor([[-1.0, -1.0, -9.0]], requires_grad=True)
+    perturbed = torch.tensor([[-1.0 - LN2, -1.0, 0.0]], requires_grad=True)
+    visual_dependency(original, perturbed).sum().backward()
+    assert original.grad.tolist()[0] == pytest.approx([0.5, 0.0, 0.0], abs=1e-6)
+    assert perturbed.grad.tolist()[0] == pytest.approx([-0.5, 0.0, 0.0], abs=1e-6)

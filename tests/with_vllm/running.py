@@ -48,7 +48,7 @@ def check_family(folder: Path, name: str, *flags: str, most: float = EXACT) -> d
     assert found["same_tokens"]
     assert max(found["differences"].values()) < most
     assert len(found["checked"]) == len(found["differences"].keys() - {"none"})
-    assert max(found["gradients"]) > 0, "vLLM got the same weights again"
+    assert max(found["gradients"][:-1]) > 0, "vLLM got the same weights again"
     return found
 
 

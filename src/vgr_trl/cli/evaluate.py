@@ -75,7 +75,8 @@ def evaluate_models(data: DataArguments, options: EvaluationArguments) -> dict[s
             try:
                 questions[name] = load_rows(source, split, limit=limit, processor=processor, **rules, **prompt)
             except MissingSplitError as error:
-                raise DataError(f"No split {split!r}: give --dataset_test_split {error.splits[0]}.") from error
+                wrong = f"dataset_test_split is {split!r}, but the data have {', '.join(error.splits)}"
+                raise DataError(f"{wrong}: give --dataset_test_split {' or '.join(error.splits)}.") from error
     for name, (rows, _) in questions.items():
         with raise_config_errors():
             model, loaded = load_for_inference(name, dtype=options.dtype, **loading)

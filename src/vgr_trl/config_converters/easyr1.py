@@ -288,7 +288,8 @@ def convert_loss(c: Conversion) -> None:
     if kind in ("sapo", "cispo"):
         c.set("loss_type", kind, f"{key}.loss_type")
         if (mode, kind) not in (("seq", "sapo"), ("token", "cispo")):
-            c.mark_refused(f"{key}.loss_avg_mode", "TRL averages sapo over completions: seq; cispo over tokens: token")
+            why = "TRL's sapo averages over completions, give seq; its cispo over tokens, give token"
+            c.mark_refused(f"{key}.loss_avg_mode", why)
     else:
         c.set("loss_type", "dapo" if mode == "token" else "grpo", f"{key}.loss_type", f"{key}.loss_avg_mode")
         c.set("importance_sampling_level", None if kind == "default" else "sequence", f"{key}.loss_type")

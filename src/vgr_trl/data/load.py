@@ -310,7 +310,8 @@ def readable(source: Any, name: str, only_reads: bool = False) -> Iterator[None]
         if is_of_system or not (only_reads or isinstance(error, of_data)):
             raise
         hint = f"; or delete its copy in {cache}" if isinstance(error, ArrowException | OSError) else ""
-        raise DataError(f"{source} cannot be read ({error_text(cause, 300)}): check {name}{hint}.") from error
+        problem = f"{source} cannot be read ({error_text(cause, 300)})"
+        raise DataError(f"{problem}: check {name}, and that it is complete{hint}.") from error
 
 
 # JSON, JSONL and CSV
@@ -355,7 +356,8 @@ def _rows(
                 row |= lift_nested(row)
                 yield row | {name: json.dumps(row[name]) for name in mixed if row.get(name) is not None}
         except (OSError, ValueError, RecursionError, csv.Error) as error:
-            raise DataError(f"The file {path} cannot be read ({error_text(error)}): is it complete?") from error
+            problem = f"The file {path} cannot be read ({error_text(error)}): check that it is complete."
+            raise DataError(problem) from error
 
 
 def _json(path: Path) -> Iterator[dict[str, Any]]:

@@ -31,6 +31,7 @@ from vgr_trl.signals.scoring import (
     Purpose,
     Scores,
     Want,
+    cut_rows,
     head_with_average_gradient,
     read_hidden_states,
     score_in_chunks,
@@ -240,7 +241,7 @@ def run_pass(run: Run, model: nn.Module, batch: Batch, want: Want, *, purpose: P
         anchor = torch.zeros(want.tokens.shape, device=want.tokens.device, requires_grad=True)
         return Scores(0 * anchor, want.tokens, torch.zeros_like(anchor) if want.entropies else None, rows_run=0)
     is_whole = gradients or purpose is Purpose.EVALUATION or want.tokens is not None
-    rows = None if is_whole else _rows_of_chunk(run, batch)
+    chunks = [range(len(batch))] if is_whole else _cut_chunks(run, batch)
     averages = run.accelerator.is_fsdp2 and gradients
     uneven = run.all_agree if run.facts.is_sharded and run.dummy_image is None else None
     stage = "training" if gradients else "scoring"
@@ -254,7 +255,7 @@ def run_pass(run: Run, model: nn.Module, batch: Batch, want: Want, *, purpose: P
         ignore_empty_images(model, agree=uneven) if uneven or not has_rows else nullcontext(),
         nullcontext() if run.dummy_image is None else run.dummy_image.around(model, False),
     ):
-        scores = score_in_chunks(model, batch, want, compute=partial(_compute, run, has_rows), rows_per_pass=rows)
+        scores = score_in_chunks(model, batch, want, partial(_compute, run, has_rows), chunks)
     return replace(scores, values=scores.logps) if purpose is Purpose.CRITIC else scores  # its head returns values
 
 
@@ -329,16 +330,16 @@ def _try_row(
         return None
 
 
-def _rows_of_chunk(run: Run, batch: Batch) -> int:
-    """Return the number of rows of a scoring chunk, the same on every process."""
+def _cut_chunks(run: Run, batch: Batch) -> list[range]:
+    """Cut rows into scoring chunks, the same on every process."""
     args, most = run.args, run.args.max_tokens_per_micro_batch
     group = run.completions_per_prompt if run.features.share_scoring.enabled else 1
     rows = round_up_to_groups(run.rows_per_chunk if run.trains else args.per_device_eval_batch_size, group)
     if most is None:
-        return rows
+        return cut_rows(len(batch), rows)
     columns = torch.tensor([batch.width + batch.length, batch.length], device=run.accelerator.device)
     longest, completion = run.accelerator.gather(columns).view(-1, 2).amax(0).tolist()
-    return min(rows, rows_within(most, group, longest, completion))
+    return cut_rows(len(batch), min(rows, rows_within(most, group, longest, completion)), group)
 
 
 def _can_skip_pass(run: Run, batch: Batch, want: Want, tokens: Tensor) -> bool:
@@ -378,9 +379,7 @@ def around_generation(run: Run, model: nn.Module) -> Iterator[None]:
 
 
 def rows_within(most_tokens: int, group: int, longest: int, completion: int) -> int:
-    """Return the number of rows that fit into a budget of tokens, at least one: whole groups, or an even part of one.
-
-    Other parts would begin with the last rows of a group and take the prompt of the next one along.
+    """Return the number of rows that fit into a budget of tokens, at least one.
 
     Args:
         most_tokens: `max_tokens_per_micro_batch`.
@@ -390,8 +389,7 @@ def rows_within(most_tokens: int, group: int, longest: int, completion: int) -> 
     """
     if (groups := most_tokens // (longest + (group - 1) * completion)) > 0:
         return groups * group
-    rows = max((most_tokens - longest) // completion + 1, 1)
-    return max(number for number in range(1, min(rows, group) + 1) if group % number == 0)
+    return max((most_tokens - longest) // completion + 1, 1)
 
 
 def refuse_nan(logps: Tensor, mask: Tensor, step: int) -> None:

@@ -287,7 +287,7 @@ class WholeGroups:
     num_generations: int | Callable[[], int] | None = None
 
     def __post_init__(self) -> None:
-        self.__name__ = str(unwrap_reward(self.reward).__name__)
+        self.__name__ = str(getattr(self.reward, "__name__", None) or unwrap_reward(self.reward).__name__)
         self.required, self.optional = needed_columns(self.reward) or ((), ())
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
@@ -333,6 +333,8 @@ def group_size(count: int, num_generations: Any) -> int:
         RewardError: the completions are not whole groups.
     """
     sizes = {num_generations} if isinstance(num_generations, int | None) else {*num_generations}
+    if not count and not sizes:
+        return 1
     size = int(sizes.pop() or 0) if len(sizes) == 1 else 0
     if size < 1 or count % size:
         there = f"There are {count} completions over all processes with num_generations {num_generations}"

@@ -23,7 +23,7 @@ from vgr_trl.sharing.model_support import (
 from vgr_trl.sharing.prefix_split import is_image_token, round_up_to_groups
 from vgr_trl.signals.named import RolloutSignals
 from vgr_trl.signals.ratios import vision_token_ids
-from vgr_trl.signals.scoring import AttentionPlan, Want, compute_by_base, score_in_chunks
+from vgr_trl.signals.scoring import AttentionPlan, Want, compute_by_base, cut_rows, score_in_chunks
 
 
 @dataclass(eq=False, repr=False)
@@ -129,7 +129,9 @@ class RolloutScorer:
         want = Want(entropies=True, attention=self._attention_plan(attention, similarity, regions))
         shared = nullcontext(SharingReport()) if self.share_prompts == "off" else share_prompts(self.model, length)
         with torch.no_grad(), evaluating(self.model), shared as report:
-            scores = score_in_chunks(self.causal, batch, want, partial(compute_by_base, self.temperature), step)
+            scores = score_in_chunks(
+                self.causal, batch, want, partial(compute_by_base, self.temperature), cut_rows(count, step)
+            )
         if self.share_prompts == "on" and (reasons := report.plain.keys() - {"no prompt occurs twice"}):
             raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
         entropies: Any = scores.entropies

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,9 +126,14 @@ class Scores:
 Compute = Callable[[nn.Module, Batch, Want], Scores]
 
 
-def score_in_chunks(
-    model: nn.Module, batch: Batch, want: Want, compute: Compute, rows_per_pass: int | None = None
-) -> Scores:
+def cut_rows(count: int, most: int, group: int = 1) -> list[range]:
+    """Cut `count` rows into chunks of at most `most`; chunks smaller than a group of rows end with it."""
+    size = max(most, group)
+    starts = [start for first in range(0, count, size) for start in range(first, min(first + size, count), most)]
+    return [range(start, stop) for start, stop in pairwise([*starts, count])]
+
+
+def score_in_chunks(model: nn.Module, batch: Batch, want: Want, compute: Compute, chunks: Sequence[range]) -> Scores:
     """Score completions in chunks, and measure all wanted quantities in the same passes.
 
     Args:
@@ -136,15 +142,12 @@ def score_in_chunks(
             their texts instruction.
         want: quantities to return beside log-probabilities.
         compute: runs one call of the model; hidden states that it returns are dropped unless they are wanted.
-        rows_per_pass: rows of a chunk; None: all.
+        chunks: rows of each chunk.
 
     Raises:
         DataError: pixel inputs cannot be assigned to the rows of a chunk.
         ConfigError: the attention of the model cannot be measured.
     """
-    count = len(batch)
-    step = rows_per_pass or count
-    chunks = [range(start, min(start + step, count)) for start in range(0, count, step)]
     parts = [_score_chunk(model, batch, want, rows, compute) for rows in chunks]
     return parts[0] if len(parts) == 1 else _join(parts)
 

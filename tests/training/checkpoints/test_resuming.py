@@ -122,7 +122,7 @@ def test_an_optimizer_whose_groups_lack_a_default_of_pytorch_resumes(text_traine
     assert "differentiable" in resumed.optimizer.optimizer.defaults
 
 
-def test_a_run_is_resumed_by_the_option_unless_train_is_told_otherwise(text_trainer, tmp_path, monkeypatch):
+def test_true_from_python_is_latest_of_the_command_line(text_trainer, tmp_path, monkeypatch):
     """The newest checkpoint was being written anew when the run ended, so it mixes two saves."""
     warned: list[str] = []
     monkeypatch.setattr("vgr_trl.checkpoints.logger.warning", warned.append)
@@ -136,16 +136,28 @@ def test_a_run_is_resumed_by_the_option_unless_train_is_told_otherwise(text_trai
     build(max_steps=4).train()
     (tmp_path / "checkpoint-4" / checkpoints.MANIFEST).unlink()
     steps.clear()
-    trainer = build(max_steps=6, resume_from_checkpoint="latest")
-    trainer.train()
+    trainer = build(max_steps=6)
+    trainer.train(resume_from_checkpoint=True)
     assert steps == [2, 3, 4, 5]
-    assert [entry["step"] for entry in trainer.state.log_history if "reward" in entry] == [1, 2, 3, 4, 5, 6]
     assert len(warned) == 1
     assert re.search("skips .*checkpoint-4, which is not complete", warned[0])
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     with pytest.raises(ConfigError, match="^The run is finished: .*checkpoint-6.* has the model after all 6 steps"):
-        build(max_steps=6).train(resume_from_checkpoint=True)
-    build(max_steps=1, resume_from_checkpoint="latest").train(resume_from_checkpoint=False)  # it is not refused
+        build(max_steps=6).train(resume_from_checkpoint="latest")
+
+
+def test_the_option_resumes_unless_train_is_told_otherwise(text_trainer, tmp_path):
+    text_trainer(max_steps=1, **RESUMED).train()
+    for named in ("latest", str(tmp_path / "run" / "checkpoint-1")):
+        resumed = text_trainer(max_steps=2, resume_from_checkpoint=named, **RESUMED | {"save_strategy": "no"})
+        resumed.train()
+        assert [entry["step"] for entry in resumed.state.log_history if "reward" in entry] == [1, 2]
+        assert (
+            resumed.state.log_history[0]
+            == json.loads((tmp_path / "run" / "checkpoint-1" / "trainer_state.json").read_text())["log_history"][0]
+        )
+    anew = text_trainer(max_steps=1, resume_from_checkpoint="latest", **RESUMED)
+    anew.train(resume_from_checkpoint=False)  # resumed, it would be refused as finished
 
 
 def test_a_stream_that_begins_anew_is_not_resumed():

@@ -57,16 +57,20 @@ def build_token_vgr_weights_for_batch(
         (N, T) float32, and the `info` of `token_vgr_weights`.
 
     Raises:
-        DataError: the number of image tokens differs from the grid.
+        DataError: the arguments are not of one generation, or the number of image tokens differs from the grid.
         ConfigError: an option is out of range, or the processor has no image token.
     """
     count, length = sequences.size(0), sequences.size(1) - input_ids.size(1)
+    if count % len(input_ids) or length < 1 or len(outputs_attentions) < length:
+        shapes = f"input_ids {tuple(input_ids.shape)}, sequences {tuple(sequences.shape)}"
+        raise DataError(f"{shapes} and attentions of {len(outputs_attentions)} steps: give those of one generation.")
     tokenizer = tokenizer_of(processor)
     vision = vision_token_ids(None, processor)
     if not vision:
         raise ConfigError(f"{type(processor).__name__} has no image token: give the processor of the model.")
     if image_grid_thw is not None:
-        expected = int(torch.as_tensor(image_grid_thw).prod(-1).sum()) // processor.image_processor.merge_size**2
+        merged = getattr(getattr(processor, "image_processor", None), "merge_size", 2) ** 2
+        expected = int(torch.as_tensor(image_grid_thw).prod(-1).sum()) // merged
         count_of_images = int(torch.isin(input_ids, torch.tensor(vision, device=input_ids.device)).sum())
         if count_of_images != expected:
             raise DataError(f"The prompts have {count_of_images} image tokens, but image_grid_thw implies {expected}.")
