@@ -1,3 +1,4 @@
+import signal
 from pathlib import Path
 
 from datasets import load_dataset
@@ -93,7 +94,9 @@ def test_what_the_accuracy_reward_reads_of_completions_is_shown(tmp_path, capsys
     ]
 
 
-def test_ctrl_c_ends_a_conversion_in_several_processes(tmp_path):
+def test_ctrl_c_ends_a_conversion_in_several_processes(tmp_path, request):
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     lines = ["import os, signal, time", "def hangs(row):", "    time.sleep(1)"]
     lines += ["    row['prompt'] == '0' and os.kill(os.getppid(), signal.SIGINT)", "    time.sleep(600)"]
     (tmp_path / "mine.py").write_text("\n".join(lines))
