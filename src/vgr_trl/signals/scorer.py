@@ -126,16 +126,14 @@ class RolloutScorer:
         if step < count and num_images is None and "pixel_values" in pixels:
             is_image = is_image_token(batch.ids, self.causal.config) & batch.model_inputs["attention_mask"].bool()
             batch.images = RowImages.count(pixels, is_image)
+        compute = partial(compute_by_base, self.temperature)
         want = Want(entropies=True, attention=self._attention_plan(attention, similarity, regions))
         shared = nullcontext(SharingReport()) if self.share_prompts == "off" else share_prompts(self.model, length)
         with torch.no_grad(), evaluating(self.model), shared as report:
-            scores = score_in_chunks(
-                self.causal, batch, want, partial(compute_by_base, self.temperature), cut_rows(count, step)
-            )
+            read: Any = score_in_chunks(self.causal, batch, want, compute, cut_rows(count, step))
         if self.share_prompts == "on" and (reasons := report.plain.keys() - {"no prompt occurs twice"}):
             raise ConfigError(f"share_prompts is on, but prompts could not be shared: {min(reasons)}; use auto or off.")
-        entropies: Any = scores.entropies
-        return RolloutSignals(scores.logps, entropies, scores.mask, scores.attention, similarity=scores.similarity)
+        return RolloutSignals(read.logps, read.entropies, read.mask, read.attention, similarity=read.similarity)
 
     def _to_device(self, value: Tensor) -> Tensor:
         return value.to(self.causal.get_input_embeddings().weight.device)
