@@ -283,7 +283,7 @@ class NoisyOptions(PerturbationOptions):
 
 @dataclass
 class DegradedOptions(NoisyOptions):
-    """Rollout and loss on degraded images, beside a teacher that sees them as they are (S2VOPD)."""
+    """Rollout and loss on degraded images, with a teacher that sees the originals (S2VOPD)."""
 
     # fmt: off
     degraded_by: str | None = option(None, "Perturbation of the images that training rollouts and their loss see; the "

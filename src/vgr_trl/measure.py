@@ -1,4 +1,4 @@
-"""Signals of a rollout: the `Want` of its scoring pass, signals and reward columns from the scores, credit by them.
+"""Signals of a rollout: the scoring pass's `Want`, signals and reward columns from its scores, and token credit.
 
 Where only metrics read the attention, a sample of the rows is measured.
 """

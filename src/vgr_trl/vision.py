@@ -120,7 +120,7 @@ class VisionCache:
         return metrics
 
     def _complete_outputs(self, plain: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Return outputs of `get_image_features`, as far as decoders read them."""
+        """Keep the outputs of `get_image_features` that decoders read."""
         images = _separate_images(arguments)
         if images is None:
             return plain(**arguments)

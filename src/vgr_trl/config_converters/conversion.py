@@ -1,4 +1,4 @@
-"""Read a configuration file with its overrides, and convert it to options, with a table and a check of them."""
+"""Convert a configuration file and its overrides to options; check the options, and print the conversion as a table."""
 
 import os
 import re

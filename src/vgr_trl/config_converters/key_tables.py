@@ -52,7 +52,7 @@ def load_flags() -> dict[str, dict[str, str]]:
 
 
 def explain_unknown(unknown: Sequence[str], stated: Sequence[str], options: Collection[str], prefix: str = "") -> str:
-    """Return sentences or lines that say what takes the place of unknown options.
+    """Suggest a replacement for each unknown option, in sentences or lines.
 
     Args:
         unknown: their names.

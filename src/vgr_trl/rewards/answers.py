@@ -62,7 +62,7 @@ ANSWER_TAGS = "<think></think><answer></answer>"
 
 
 def decode_with_tags(tokenizer: Any, completion_ids: Any, text: str = ANSWER_TAGS) -> list[str]:
-    """Decode completions without special tokens, but with those special tokens that are tags.
+    """Decode completions; of the special tokens, keep only tags.
 
     Args:
         tokenizer: the tokenizer.

@@ -350,7 +350,7 @@ def clean(images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.I
 
 @registries.views.register("original")
 def original(images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.Image]:
-    """Return the images of the data, where `degraded_by` has changed those of the rollout."""
+    """Return the data's own images, where `degraded_by` has changed the rollout's."""
     return list(row.get(ORIGINAL_IMAGES) or images)
 
 

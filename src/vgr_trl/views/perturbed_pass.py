@@ -176,7 +176,7 @@ def score_perturbed(run: Run, rollout: Rollout) -> None:
 
 
 def _keep_teacher(run: Run, rollout: Rollout, tops: Mapping[str, Top | None]) -> None:
-    """Let the teacher of descriptions score these; add what loss terms read of a teacher to the batch."""
+    """Take the describer's scores within descriptions; add the teacher's columns that loss terms read to the batch."""
     views, top = cast("RolloutSignals", rollout.signals).views, tops[TEACHER]
     if DESCRIBER in tops:
         lengths = [_description_length(run, ids) for ids in rollout.batch.completion_ids.tolist()]
@@ -207,7 +207,7 @@ def _description_length(run: Run, ids: list[int]) -> int:
 
 
 def _score_perturbations(run: Run, rollout: Rollout, chunks: Sequence[range]) -> None:
-    """Score a rollout under all perturbations, some rows at a time; set what its signals say about them."""
+    """Score a rollout under all perturbations in chunks of rows; set its dependency, shift and views."""
     args, measurement, parts = run.args, run.measurement, list[Scores]()
     signals, want = cast("RolloutSignals", rollout.signals), Want(hidden=measurement.needs("shift"))
     names = measurement.perturbations

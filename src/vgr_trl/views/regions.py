@@ -25,7 +25,7 @@ _WHOLE: list[Box] = [(0.0, 0.0, 1.0, 1.0)]
 
 
 def region_mask(run: Run, rollout: Rollout, prompt_ids: torch.Tensor) -> torch.Tensor | None:
-    """Return the vision tokens of each row's boxes, (N, P) bool; None if nothing reads them.
+    """Mark the vision tokens inside each row's boxes, (N, P) bool; None if nothing reads boxes.
 
     Rows without boxes, or with several images, get no token.
 
