@@ -37,7 +37,7 @@ def find_groups(ids: Tensor, mask: Tensor | None = None, pixels: Sequence[Sequen
     Args:
         ids: (N, P) tokens of the prompts.
         mask: (N, P) attention mask; None: there is no padding.
-        pixels: pixel inputs of each row; None: no row has an image.
+        pixels: pixel inputs of each row, empty of a row without an image; None: no row has an image.
 
     Returns:
         (N,) number of the group of each row, in order of first appearance.
@@ -83,14 +83,15 @@ def _compare_pixels(pixels: Sequence[Sequence[Tensor]] | None, pairs: Sequence[t
     """Compare the pixels of each pair of rows; the host waits once, after all comparisons."""
     if pixels is None or not pairs:
         return [True] * len(pairs)
-    results = []
+    results: list[Tensor | bool] = []
     for first, second in pairs:
         inputs = list(zip(pixels[first], pixels[second], strict=True))
-        if all(left.shape == right.shape for left, right in inputs):
-            results.append(torch.stack([(left == right).all() for left, right in inputs]).all())
-        else:
-            results.append(inputs[0][0].new_zeros((), dtype=torch.bool))
-    return torch.stack(results).tolist()
+        alike = all(left.shape == right.shape for left, right in inputs)
+        equal = [(left == right).all() for left, right in inputs if alike]
+        results.append(torch.stack(equal).all() if equal else alike)
+    compared = [result for result in results if isinstance(result, Tensor)]
+    values = iter(torch.stack(compared).tolist() if compared else ())
+    return [next(values) if isinstance(result, Tensor) else result for result in results]
 
 
 def image_token_ids(config: Any) -> tuple[int, ...]:
