@@ -14,7 +14,7 @@ from support.trainers import logged
 from vgr_trl.batch import Batch
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.errors import ConfigError
-from vgr_trl.passes.micro_batches import RowsPerPass, UpdateMemory, _split_rows
+from vgr_trl.passes.micro_batches import RowsPerPass, UpdateMemory, _accumulate, _split_rows
 from vgr_trl.passes.run_pass import rows_within
 from vgr_trl.pixels import RowImages
 from vgr_trl.run import Features
@@ -65,6 +65,19 @@ def test_what_is_joined_and_cut_moves_the_weights_alike(changed, joined, rows, v
     if expected.critic is not None:
         for name, value in expected.critic.named.items():
             torch.testing.assert_close(trainer.critic.named[name], value, rtol=1e-4, atol=1e-7)
+
+
+def test_parts_leave_fsdp2_as_the_window_has_it(monkeypatch):
+    """A micro-batch that only accumulates is not exchanged between processes, although it is cut."""
+    accelerator, exchanges = Accelerator(cpu=True), []
+    model = SimpleNamespace(set_requires_gradient_sync=exchanges.append)
+    monkeypatch.setattr(Accelerator, "is_fsdp2", True)
+    for is_last, expected in ((False, [False, True, False]), (True, [False, True])):
+        accelerator.gradient_state._set_sync_gradients(is_last)
+        with _accumulate(accelerator, model):
+            pass
+        assert exchanges == expected
+        exchanges.clear()
 
 
 def with_term(trainer_class, method):

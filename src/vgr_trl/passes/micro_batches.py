@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -212,6 +213,8 @@ def _accumulate(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
     """Add up gradients in this block, without an exchange between processes and without a step of DeepSpeed."""
     with patched_attribute(accelerator.gradient_state, "sync_gradients", False), accelerator.no_sync(model):
         yield
+    if accelerator.is_fsdp2 and not accelerator.sync_gradients:  # `no_sync` ends by an exchange, whatever was before
+        cast("Any", model).set_requires_gradient_sync(False)
 
 
 def _split_rows(run: Run, limits: RowsPerPass, batch: Batch) -> list[list[int]]:
