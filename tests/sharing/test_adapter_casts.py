@@ -48,6 +48,17 @@ def test_updates_are_the_same_to_the_bit_with_fewer_casts(changed, vision, image
     assert few < many
 
 
+def test_layers_are_left_as_they_were(vision):
+    model = get_peft_model(copy.deepcopy(vision[0]), LoraConfig(**LORA))
+    layers = [module for module in model.modules() if type(module) is run_pass.Linear]
+    layers[0].cast_input_dtype_enabled = False
+    before = [dict(vars(layer)) for layer in layers]
+    with cast_adapters(model, torch.bfloat16):
+        assert not layers[1].cast_input_dtype_enabled
+    assert [dict(vars(layer)) for layer in layers] == before
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_dropout": 0.1}])
 def test_other_adapters_stay_as_they_are(options, vision):
     model = get_peft_model(copy.deepcopy(vision[0]), LoraConfig(**LORA, **options))

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from datasets import Dataset
@@ -84,6 +86,15 @@ def test_a_completion_that_ends_behind_an_image(make):
         trainer.train()
         after.append(weights(trainer))
     assert (after[0] - after[1]).abs().max() < 1e-5
+
+
+def test_a_micro_batch_without_loss_runs_the_images_of_a_tool_whole(make):
+    trainer = make(lambda completions, **columns: [1.0] * len(completions), skip_padding="off",
+                   deal=partial(deal_turns, turns=(1, 1, 1, 1)), compute_attention_metrics=False)  # fmt: skip
+    before = weights(trainer)
+    trainer.train()
+    assert trainer.run.features.skip_zero_advantage.enabled
+    assert torch.equal(weights(trainer), before)
 
 
 def half_reward(completions, trainer_state, **kwargs):

@@ -63,7 +63,7 @@ def cast_adapters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
         dtype: type in which autocast computes (`adapter_dtype`); None: nothing is cast.
     """
     layers = [module for module in model.modules() if type(module) is Linear] if dtype is not None else []
-    changed: list[Any] = []
+    flags, cast = list[Any](), list[Any]()
     try:
         for layer in layers:
             names = [name for name in layer.active_adapters if name in layer.lora_A]
@@ -71,16 +71,18 @@ def cast_adapters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
             plain = all(isinstance(layer.lora_dropout[name], nn.Identity) for name in names) and not layer.lora_variant
             if not plain or any(linear.weight.dtype != torch.float32 for pair in pairs for linear in pair):
                 continue
+            flags.append((layer, layer.cast_input_dtype_enabled))
             layer.cast_input_dtype_enabled = False
-            changed.append((layer, "cast_input_dtype_enabled"))
             linear: Any
             for linear in (linear for pair in pairs for linear in pair):
                 linear.forward = partial(functional.linear, weight=linear.weight.to(dtype), bias=linear.bias)
-                changed.append((linear, "forward"))
+                cast.append(linear)
         yield
     finally:
-        for module, name in changed:
-            delattr(module, name)
+        for layer, enabled in flags:
+            layer.cast_input_dtype_enabled = enabled
+        for linear in cast:
+            del linear.forward
 
 
 class Extent(NamedTuple):
@@ -158,19 +160,19 @@ def find_lengths(run: Run, batch: Batch, loss_mask: Tensor, config: Any) -> list
     """
     features = run.features
     read = loss_mask if features.skip_padding.enabled else batch.completion_mask.bool()
+    images = torch.zeros_like(read)
     if run.facts.has_tools and "pixel_values" in batch.images.tensors:
         images = is_image_token(batch.completion_ids, config)
         # Images of completions run whole, and sharing needs a token behind them.
-        read = read | images | torch.nn.functional.pad(images[:, :-1], (1, 0))
+        images = images | torch.nn.functional.pad(images[:, :-1], (1, 0))
     runs = loss_mask.any(1) | (not features.skip_zero_advantage.enabled)
-    prompts = batch.prompt_mask.sum(1)
-    columns = torch.stack([last_column(read).clamp(min=1) * runs, prompts], dim=1).tolist()  # the host waits once
-    lengths, widths = ([row[place] for row in columns] for place in (0, 1))
-    counts = batch.images.num_images or [1] * len(lengths)
-    needed = [row for row, count in enumerate(counts) if count > 0] if runs_images(features, batch) else []
-    needed = needed or [*range(len(lengths))]
+    columns = last_column(read | images).clamp(min=1) * runs, last_column(images).clamp(min=1), batch.prompt_mask.sum(1)
+    lengths, least, widths = torch.stack(columns).tolist()  # the host waits once
+    counts = (batch.images.num_images or ()) if runs_images(features, batch) else ()
+    needed = [row for row, count in enumerate(counts) if count] or [*range(len(lengths))]
     if not any(lengths[row] for row in needed):  # all parameters take part in a pass, and so do images if they must
-        lengths[min(needed, key=widths.__getitem__)] = 1
+        row = min(needed, key=widths.__getitem__)
+        lengths[row] = least[row]
     return lengths
 
 
