@@ -3,10 +3,10 @@ import math
 import re
 from dataclasses import asdict
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -24,7 +24,6 @@ from vgr_trl.rewards import accuracy_reward, vgr_reward
 
 SECONDS = ("perf/", "step_time", "timing/", "train_")
 OPTIONS = {"max_steps": 3, "per_device_eval_batch_size": 4, "rollout_log_steps": 1}
-QWEN = SimpleNamespace(image_processor=SimpleNamespace(merge_size=2))
 TOKENIZER = build_processor(["what colour is the circle?", "red blue", "a red"]).tokenizer
 
 
@@ -143,6 +142,19 @@ def test_evaluations_ask_the_same_questions_as_before_the_first_step(make, tmp_p
     assert read_run(tmp_path / "other").steps("eval") == [(1, "eval"), (2, "eval")]
     for name in ("loss", "reward", "eval_reward", "eval_completions/mean_length"):
         assert logged(trainer, name) == logged(other, name) != []
+
+
+def test_a_damaged_image_of_the_evaluation_is_replaced_before_training_as_later(make, vision_trainer, tmp_path):
+    rows = vision_trainer.rows.select(range(4))
+    stored = rows.with_format(None).to_list()
+    for row in stored[:3]:
+        row["image"]["bytes"] = row["image"]["bytes"][:100]
+    damaged, show = Dataset.from_list(stored, features=rows.features), rows.format["format_kwargs"]["transform"]
+    trainer = make(eval_rows=damaged.with_transform(show), eval_strategy="steps", eval_steps=1, max_steps=1)
+    trainer.add_callback(RecordBeforeTraining(trainer))
+    trainer.train()
+    asked = [[each.question for each in record.completions] for record in read_run(tmp_path / "run").records("eval")]
+    assert asked[0] == asked[1]
 
 
 def test_the_last_lines_compare_under_the_late_weights_and_begin_before_training(make, tmp_path):

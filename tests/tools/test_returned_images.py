@@ -4,14 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from support.launching import results_of
-from support.tool_runs import call, deal_turns, tool_trainer
+from support.tool_runs import call, deal_turns, look, tool_trainer
 from support.trainers import BIG_STEPS, begin, emitted, prompts, train_file, weights
 from support.vllm import expanded, in_place_of_vllm
 from test_turns import rollout_of
 
 from vgr_trl.batch import pad_rows
 from vgr_trl.patches.vllm import plan_unexpanded_prompts
+from vgr_trl.reporting.records import read_run
 
 
 @pytest.mark.parametrize("which", ["all", "prompt", "tools"])
@@ -39,6 +41,33 @@ def test_dependency_on_some_of_the_images(make, which):
         assert dependency[2, :first].abs().max() < 1e-9 < dependency[2][mask[2]].max()
     else:
         assert not dependency[mask].isnan().any()
+
+
+class Scene:
+    """Shows an image of its own before the first turn, and one for each call."""
+
+    def reset(self, **row):
+        return look(112)
+
+    def look(self, wide: int) -> list[dict]:
+        """Return an image.
+
+        Args:
+            wide: its width.
+        """
+        return look(wide)
+
+
+def test_recorded_images_have_their_own_grids_behind_those_of_an_environment(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in ("red", "blue")])
+    trainer = tool_trainer(model_folder, rows, tmp_path / "run", environment_factory=Scene, rollout_log_steps=1,
+                           deal=partial(deal_turns, turns=(1, 1, 1, 1)))  # fmt: skip
+    trainer.train()
+    for completion in next(read_run(tmp_path / "run").records()).completions:
+        shown, returned = completion.images
+        assert [(shown.width, shown.height), (returned.width, returned.height)] == [(112, 56), (56, 56)]
+        assert [shown.grid, returned.grid] == [[2, 4], [2, 2]]
 
 
 def updated(folder, rows, rank_rows, calls):

@@ -72,5 +72,6 @@ def test_boxes_in_pixels_are_of_the_image_as_it_is_trained_on(vision_trainer, qu
 
 
 def test_the_report_gets_the_box_in_pixels(png):
-    (recorded,), _ = read_row_images({"image": str(png), "bbox": [0.25, 0.0, 1.0, 0.5]}, [])
+    row = {"image": str(png), "bbox": [0.25, 0.0, 1.0, 0.5]}
+    (recorded,), _ = read_row_images(row, [row["image"]], [])
     assert recorded.regions == [(2.0, 0.0, 6.0, 4.0)]

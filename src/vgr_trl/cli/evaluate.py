@@ -27,6 +27,7 @@ from vgr_trl.cli.arguments import (
     refuse_adapter,
 )
 from vgr_trl.data.checked_rows import SkippedRow, report_skipped
+from vgr_trl.data.images import images_of
 from vgr_trl.data.prompts import PromptTemplate, to_parts
 from vgr_trl.errors import ConfigError, DataError, MissingSplitError
 from vgr_trl.evaluation import Evaluation, evaluate, print_scores
@@ -107,7 +108,7 @@ def find_trained_prompt(model: str) -> dict[str, Any]:
 
 def _report_fields(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the prompt text and base64 image thumbnails of a row, for `vgr-trl report`."""
-    pictures, thumbnails = read_row_images(row, [])
+    pictures, thumbnails = read_row_images(row, images_of(row), [])
     parts = [part for turn in row["prompt"] if turn["role"] != "system" for part in to_parts(turn["content"])]
     images = []
     for picture in pictures:

@@ -45,6 +45,7 @@ from vgr_trl.batch import Turns
 from vgr_trl.config import LOG_OPTIONS
 from vgr_trl.credit import REWARD_FILE_WEIGHTS, attention_weights
 from vgr_trl.dapo_config import DAPOConfig
+from vgr_trl.data.checked_rows import ReadOnce, is_repeatable
 from vgr_trl.data.images import boxes_of, images_of, open_image
 from vgr_trl.data.prompts import to_parts
 from vgr_trl.errors import DataError, error_text
@@ -157,7 +158,8 @@ class RolloutRecorder:
         num_vision = None if signals is None or signals.attention is None else int(signals.attention.num_vision)
         grids = find_image_grids(batch.images, row, run.processor, num_vision)
         returned = [] if turns is None else turns.returned[row]
-        images, thumbnails = read_row_images(data, grids, returned)
+        shown = images_of(data) if turns is None else turns.images[row]
+        images, thumbnails = read_row_images(data, shown, grids)
         for image, perturbed in zip(images, rollout.perturbed_images.get(row, []), strict=False):
             image.perturbed = record_image(perturbed, thumbnails).file
         completion = Completion(
@@ -331,18 +333,18 @@ def _format_call(call: Mapping[str, Any]) -> str:
 
 
 def read_row_images(
-    row: Mapping[str, Any], grids: Sequence[Grid | None], returned: Sequence[Image.Image] = ()
+    row: Mapping[str, Any], images: Sequence[Any], grids: Sequence[Grid | None]
 ) -> tuple[list[RecordedImage], dict[str, bytes]]:
-    """Return the images of a row and of its tools, and thumbnails by name; an unreadable image has size 0.
+    """Return the images of a completion, and thumbnails by name; an unreadable image has size 0.
 
     Args:
-        row: row of the data.
+        row: row of the data, which may have boxes of its only image.
+        images: images of its prompt and of its tools.
         grids: rows and columns of the vision tokens of each image; images beyond them have no grid.
-        returned: images that tools returned.
     """
     recorded: list[RecordedImage] = []
     thumbnails: dict[str, bytes] = {}
-    for value, grid in zip([*images_of(row), *returned], chain(grids, repeat(None)), strict=False):
+    for value, grid in zip(images, chain(grids, repeat(None)), strict=False):
         try:
             recorded.append(record_image(open_image(value), thumbnails, grid))
         except DataError:  # a `rollout_func` may have read it otherwise
@@ -539,7 +541,8 @@ class RecordBeforeTraining(TrainerCallback):
             return
         data, size = trainer.eval_dataset, trainer.args.eval_batch_size
         first = trainer.accelerator.process_index * size
-        rows = [data[row] for row in islice(cycle(trainer._get_eval_sampler(data)), first, first + size)]
+        numbers = [*islice(cycle(trainer._get_eval_sampler(data)), first, first + size)]
+        rows = ReadOnce(data, "evaluation").__getitems__(numbers) if is_repeatable(data) else [data[i] for i in numbers]
         logs = patched_attribute(trainer, "_logs", copy.deepcopy(trainer._logs))
         python, numpy = random.getstate(), np.random.get_state()
         trainer.model_wrapped.eval()
