@@ -26,6 +26,7 @@ from vgr_trl.rewards.answers import decode_with_tags, states_answer, usable_solu
 from vgr_trl.rewards.calling import check_callable, fit_arguments, reward_name
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
 from vgr_trl.rewards.phrases import normalise
+from vgr_trl.sharing.prefix_split import image_token_ids
 
 __all__ = ["AnswerScores", "Evaluation", "blank_image", "evaluate", "print_scores"]
 
@@ -274,12 +275,12 @@ class CompletionGenerator:
         """
         declared = self.model.generation_config.eos_token_id
         declared = [declared] if isinstance(declared, int) else declared or []
-        image_id = getattr(self.model.config, "image_token_id", None)
+        placeholders = () if self.tokenizer is self.processor else image_token_ids(self.model.config)
         settings = GenerationConfig(
             max_new_tokens=self.max_completion_length,
             eos_token_id=sorted({*declared, self.tokenizer.eos_token_id}),
             pad_token_id=self.pad_id,
-            suppress_tokens=None if image_id is None or self.tokenizer is self.processor else [image_id],  # as TRL does
+            suppress_tokens=[*placeholders] or None,  # as TRL does
             **sampling,
         )
         # generate() reads unset values (beams, top_k, …) from the checkpoint's configuration.

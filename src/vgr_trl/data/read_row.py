@@ -29,7 +29,7 @@ from vgr_trl.data.images import (
 )
 from vgr_trl.data.prompts import PromptTemplate, build_prompt, drop_video_placeholders, require_placeholders, to_parts
 from vgr_trl.errors import ConfigError, DataError, RewardError
-from vgr_trl.rewards.answers import LETTERS, Solution, resolve_solution
+from vgr_trl.rewards.answers import LETTERS, Solution, resolve_solution, to_python
 
 DIALOGUES = ("messages", "conversations")
 REWARD_MODEL = "reward_model"  # column of verl, with the answer as `ground_truth`
@@ -251,7 +251,7 @@ def options_of(value: Any) -> list[str]:
 def _answer_of(row: Mapping[str, Any], options: Sequence[str] | None) -> Any:
     """Return the stated answer of a row: a letter, an index or a text, or a list of answers that all count."""
     name = next((name for name in KEYS["solution"] if row.get(name) is not None), "")
-    answer = _to_python(row.get(name))
+    answer = to_python(row.get(name))
     if name in INDICES:
         answer = int(answer) if isinstance(answer, str) and answer.strip().isdecimal() else answer
         return answer if options else resolve_solution(None, None, answer).text
@@ -263,14 +263,9 @@ def _answer_of(row: Mapping[str, Any], options: Sequence[str] | None) -> Any:
     return answer
 
 
-def _to_python(value: Any) -> Any:
-    """Convert a NumPy or PyTorch value, which formatted data sets return, to Python."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def list_of(value: Any, name: str) -> list[Any]:
     """Return a list, also from its text in Python's or JSON's notation, or raise `DataError` for another value."""
-    items = _to_python(value)
+    items = to_python(value)
     for parse in (ast.literal_eval, json.loads) if isinstance(value, str) else ():
         try:
             with warnings.catch_warnings(action="ignore"):  # backslashes that escape nothing stay as they are

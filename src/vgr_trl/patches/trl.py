@@ -28,7 +28,7 @@ from vgr_trl.errors import DataError, error_text, printable, release
 from vgr_trl.patching import patched_attribute, patched_attributes
 from vgr_trl.pixels import TOKEN_TYPES, image_inputs_of
 from vgr_trl.sharing.model_support import causal_model
-from vgr_trl.sharing.prefix_split import is_image_token
+from vgr_trl.sharing.prefix_split import image_token_ids, is_image_token
 
 logger = logging.get_logger(__name__)
 
@@ -276,10 +276,10 @@ def suppress_image_tokens(trainer: GRPOTrainer, installed: str | None = None) ->
         installed: version of TRL; None: the installed version.
     """
     model: Any = trainer.model
-    token = getattr(model.config, "image_token_id", None)
-    reads_images = isinstance(trainer.processing_class, ProcessorMixin) and token is not None
+    tokens = image_token_ids(model.config)
+    reads_images = isinstance(trainer.processing_class, ProcessorMixin) and tokens
     if release(installed) < Version("1.16") and reads_images and not trainer.use_vllm:
-        options = {"suppress_tokens": [token], **trainer.generation_kwargs}
+        options = {"suppress_tokens": [*tokens], **trainer.generation_kwargs}
         trainer.generation_kwargs = options
         trainer.generation_config = GenerationConfig(**options, disable_compile=True)
 

@@ -428,7 +428,7 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
     options = _parse_choices(choices)
     letters = tuple(LETTERS) if solution is None and not options and _is_number(label_idx) else ()
     solution = label_idx if solution is None else solution
-    solution = solution.tolist() if hasattr(solution, "tolist") else solution
+    solution = to_python(solution)
     if isinstance(solution, str) and solution.startswith('["'):  # a list, as tables of texts have it
         with suppress(ValueError):
             solution = json.loads(solution)
@@ -487,6 +487,11 @@ def _is_index(value: Any) -> bool:
     return _is_number(value) and float(value).is_integer()
 
 
+def to_python(value: Any) -> Any:
+    """Convert a NumPy or PyTorch value, which formatted data sets return, to Python."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _to_text(value: Any) -> str:
     return value if isinstance(value, str) else str(int(value) if _is_index(value) else value)
 
@@ -494,7 +499,7 @@ def _to_text(value: Any) -> str:
 def _parse_choices(choices: Any) -> tuple[str, ...]:
     if choices is None:
         return ()
-    choices = choices.tolist() if hasattr(choices, "tolist") else choices
+    choices = to_python(choices)
     if isinstance(choices, list | tuple) and 2 <= len(choices) <= len(LETTERS):
         texts = [_to_text(choice) if isinstance(choice, str) or _is_number(choice) else "" for choice in choices]
         if len({fold(text) for text in texts} - {""}) == len(texts):
