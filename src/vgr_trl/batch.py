@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from PIL import Image
@@ -93,12 +93,6 @@ class Batch:
         """Tokens that count in the loss, (N, T) bool."""
         mask = self.completion_mask.bool()
         return mask if self.by_policy is None else mask & self.by_policy.bool()
-
-    @property
-    def advantages_by_token(self) -> Tensor:
-        """Advantages, (N, T), or (N, 1) where each row has one; the batch has some."""
-        advantages = cast("Tensor", self.advantages)
-        return advantages if advantages.ndim == 2 else advantages.unsqueeze(1)
 
     @property
     def unwritten(self) -> Tensor:

@@ -291,7 +291,7 @@ class ContinuousBatching:
         """Return log-probabilities of generation as old ones, (N, T), or None if the trainer's differ.
 
         Args:
-            rollout: its `sampled` log-probabilities are moved out.
+            rollout: its `engine_logps` are moved out.
             mask: (N, T) bool, valid tokens.
         """
         if not self.is_exact or rollout.engine_logps is None:

@@ -66,11 +66,10 @@ def generate(
         prompts = perturb_noisy_prompts(run, rollout, prompts)
         if rollout.noise is not None or rollout.blind:  # prompts differ within a group
             num_generations = 1
-    images: Any
-    ids, images = prompts.ids, prompts.images
+    images: Any = prompts.images
     if args.use_vllm and images is not None:
         images = [row or None for row in images]  # TRL reads the first image of every list
-    sample = partial(plain, ids, images, prompts.fields, num_generations)
+    sample = partial(plain, prompts.ids, images, prompts.fields, num_generations)
     with (
         run.clock.stage("generation", run.trains),
         around_generation(run, model),

@@ -69,7 +69,7 @@ class Noise:
         rows: (N,), whether each completion of this process is noisy.
         generations: noisy completions of each prompt.
         strength: strength of the perturbation, in [0, 1].
-        prompts: prompts sampled from, noisy rows with perturbed images; None: no row is noisy.
+        prompts: prompts sampled from, noisy rows with perturbed images; None: no noisy row has an image.
     """
 
     rows: list[bool]
@@ -82,7 +82,7 @@ class Noise:
 class Rollout:
     """One rollout batch of this process, which its stages fill in.
 
-    A stage sets its values once; `batch`, `signals` and `metrics` grow.
+    A stage sets its values once; `rows`, `batch`, `signals` and `metrics` are completed by later ones.
 
     Attributes:
         rows: rows of the data, one per completion.
@@ -98,7 +98,8 @@ class Rollout:
         noise: perturbation of some rows for generation; None: no row was perturbed.
         generated: signals measured during generation, (N, T'); None: none were.
         turns: turns of completions that may call tools; None without tools.
-        engine_logps: log-probabilities that the engine returned, 0 for tokens of tools; None: it returns none.
+        engine_logps: log-probabilities that the engine returned, 0 for tokens of tools; None: it returns none, or
+            they have become the old ones.
 
         Scored:
         scores: scores of the completions under the policy; None: nothing needs them.

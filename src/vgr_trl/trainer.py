@@ -18,6 +18,7 @@ from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import evaluation_prefix, guard_trackers, print_lines
 from vgr_trl.checkpoints import MovingReference, ResumableTrainer
 from vgr_trl.config import why_no_engine
+from vgr_trl.credit import per_token
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, drop_long_prompts, is_repeatable, pop_replaced
@@ -628,7 +629,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         return TermInputs(
             logps,
             batch.valid,
-            batch.advantages_by_token.expand_as(logps),
+            per_token(cast("Tensor", batch.advantages)).expand_as(logps),
             old_logps=batch.old_logps,
             reference_logps=columns.get("reference_logps"),
             hidden=scores.hidden,

@@ -81,8 +81,8 @@ class StepMetrics:
         batch: Batch,
         logps: Tensor,
         trl_metrics: MutableMapping[str, list[float]],
-        loss_mask: Tensor | None = None,
-        rows_run: int = 0,
+        loss_mask: Tensor,
+        rows_run: int,
     ) -> dict[str, float]:
         """Count a micro-batch over all processes, and return its metrics, means over tokens with loss.
 
@@ -92,11 +92,10 @@ class StepMetrics:
             batch: the micro-batch, N rows.
             logps: (N, T), log-probabilities of the training pass.
             trl_metrics: TRL's metrics, whose last means are rescaled from valid tokens to loss tokens; NaN without any.
-            loss_mask: (N, T) bool, tokens with loss; None: all valid tokens, in a pass over all rows.
-            rows_run: rows of the pass, if `loss_mask` is given.
+            loss_mask: (N, T) bool, tokens with loss.
+            rows_run: rows of the pass.
         """
         logps, mask = logps.detach(), batch.valid  # (N, T)
-        rows_run, loss_mask = (len(mask), mask) if loss_mask is None else (rows_run, loss_mask)
         old_logps = logps if batch.old_logps is None else batch.old_logps
         log_ratio = (logps - old_logps).float() * loss_mask
         counts = {

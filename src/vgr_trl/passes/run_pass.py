@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -14,6 +14,7 @@ from torch.nn import functional
 from trl.models.utils import disable_gradient_checkpointing
 
 from vgr_trl.batch import Batch, make_completions_causal
+from vgr_trl.credit import per_token
 from vgr_trl.errors import NotFiniteError
 from vgr_trl.pixels import drop_empty_images, has_images
 from vgr_trl.run import Features, Run
@@ -45,7 +46,7 @@ def has_whole_weights(accelerator: Accelerator) -> bool:
 
 
 def adapter_dtype(accelerator: Accelerator) -> torch.dtype | None:
-    """Return autocast's type for adapters, or None without autocast or with sharded weights."""
+    """Return autocast's type for adapters, or None without autocast, with sharded weights or DeepSpeed."""
     precision = accelerator.mixed_precision if has_whole_weights(accelerator) else "no"
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
@@ -120,7 +121,7 @@ def count_positions(extents: Sequence[Extent]) -> tuple[int, int]:
 def find_loss_mask(features: Features, batch: Batch) -> Tensor:
     """Return the tokens of a training batch whose log-probabilities the loss reads, (N, T) bool."""
     valid = batch.valid
-    credited = valid & batch.advantages_by_token.ne(0)  # (N, T)
+    credited = valid & per_token(cast("Tensor", batch.advantages)).ne(0)  # (N, T)
     if features.skip_zero_advantage_tokens.enabled:
         return credited
     return valid & credited.any(1, keepdim=True) if features.skip_zero_advantage.enabled else valid
@@ -167,6 +168,7 @@ def find_lengths(run: Run, batch: Batch, loss_mask: Tensor, config: Any) -> list
         images = images | torch.nn.functional.pad(images[:, :-1], (1, 0))
     runs = loss_mask.any(1) | (not features.skip_zero_advantage.enabled)
     columns = last_column(read | images).clamp(min=1) * runs, last_column(images).clamp(min=1), batch.prompt_mask.sum(1)
+    lengths: list[int]
     lengths, least, widths = torch.stack(columns).tolist()  # the host waits once
     counts = (batch.images.num_images or ()) if runs_images(features, batch) else ()
     needed = [row for row, count in enumerate(counts) if count] or [*range(len(lengths))]
@@ -298,9 +300,8 @@ def _compute(run: Run, has_rows: bool, model: nn.Module, batch: Batch, want: Wan
         for values in (outputs.log_probs, outputs.entropy)
     )
     hidden = states[0][0, row.predicting_places(length).clamp(min=0)] if want.reads_states else None  # (N, T, D)
-    entropies = entropies if want.entropies else None
     mask = batch.valid if want.tokens is None else want.tokens
-    return Scores(logps, mask, entropies, hidden, rows_run=len(row.batch_rows))
+    return Scores(logps, mask, entropies if want.entropies else None, hidden, rows_run=len(row.batch_rows))
 
 
 def _try_row(
@@ -312,7 +313,7 @@ def _try_row(
         run: gives plans.
         model: the model that runs, also wrapped.
         batch: completions.
-        tokens: (N, T) bool, tokens with loss; None: all valid tokens are scored.
+        tokens: (N, T) bool, tokens with loss; None: all tokens are scored, a tool's too.
     """
     base = base_of(causal_model(model))
     lengths = None
@@ -352,7 +353,7 @@ def _can_skip_pass(run: Run, batch: Batch, want: Want, tokens: Tensor) -> bool:
     exchanges = run.accelerator.sync_gradients or run.dummy_image is not None
     alone = run.accelerator.num_processes == 1 or not exchanges
     skips = alone and has_whole_weights(run.accelerator) and may_be_skipped(run.features, batch)
-    if not skips or want.reads_states or bool(tokens.any()):
+    if not skips or bool(tokens.any()):
         return False
     return all(weight.grad is not None for weight in run.model.parameters() if weight.requires_grad)
 

@@ -25,6 +25,7 @@ from vgr_trl.data.images import (
     TEACHER_IMAGES,
     ImageLimits,
     boxes_of,
+    listed,
 )
 from vgr_trl.errors import DataError
 from vgr_trl.options import Checked, option
@@ -324,8 +325,7 @@ def crop_to_box(
 
 def _read_column(name: str, images: Sequence[Image.Image], row: Mapping[str, Any]) -> list[Image.Image] | None:
     """Return the images in a column of the row; None without any."""
-    value = row.get(name)
-    shown = list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+    shown = listed(row, name)
     if any(not isinstance(image, Image.Image) for image in shown):
         cure = f'cast_column("{name}", List(Image())), or train by vgr-trl'
         raise DataError(f"The column {name} has a {type(shown[0]).__name__}, not a decoded image: {cure}.")

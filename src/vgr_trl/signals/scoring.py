@@ -1,7 +1,7 @@
 """Score completions: log-probabilities, entropies, hidden states, values and attention, with the model's own head.
 
-The trainer's `run_pass` and the public `RolloutScorer` both call `score`, which sets no context: sharing, gradients and
-dropout are the caller's.
+The trainer's `run_pass` and the public `RolloutScorer` both call `score_in_chunks`, which sets no context: sharing,
+gradients and dropout are the caller's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +74,7 @@ class Want:
         values: head of a critic, which maps hidden states (N, T, D) to values (N, T); None: no values.
         attention: attention to measure; None: none.
         router_loss: load-balancing loss of a mixture of experts.
-        tokens: (N, T) bool, tokens that the caller reads; `run_pass` skips the others. None: all valid tokens.
+        tokens: (N, T) bool, tokens that the caller reads; `run_pass` skips the others. None: all, a tool's too.
     """
 
     entropies: bool = False
@@ -96,7 +96,7 @@ class Scores:
 
     Attributes:
         logps: (N, T), log-probabilities of the tokens.
-        mask: (N, T) bool, positions that were scored; others are not to be read.
+        mask: (N, T) bool, tokens of interest; others are not to be read.
         entropies: (N, T), in nats.
         hidden: (N, T, D), hidden states at the predicting positions; arbitrary where none ran.
         values: (N, T), values of a critic's head.
@@ -163,13 +163,12 @@ def _score_chunk(model: nn.Module, batch: Batch, want: Want, rows: range, comput
     more: dict[str, Any] = {"hidden": hidden if want.hidden else None, "similarity": similar and similar.similarity}
     if want.values is not None:
         more["values"] = want.values(hidden.detach())
-    if probe is not None:
+    if probe is not None and (plan := want.attention) is not None:
         seen = {} if batch.by_policy is None else _count_seen(probe.sets, batch.length)
         more["attention"] = replace(probe.mass, mask=scores.mask, **seen)
-        if want.attention is not None and want.attention.per_image:
-            layers, num_images = want.attention.keep_layers, batch.images.num_images
-            more["per_image"] = _measure_images(probe, scores.mask, layers, num_images)
-        more["prompt_attention"] = probe.prompt_mass if probe.plan.measure_prompt else None
+        if plan.per_image:
+            more["per_image"] = _measure_images(probe, scores.mask, plan.keep_layers, batch.images.num_images)
+        more["prompt_attention"] = probe.prompt_mass if plan.measure_prompt else None
         more["maps"] = {rows[row]: kept for row, kept in probe.kept.items()}
     return replace(scores, **more)
 

@@ -32,7 +32,7 @@ from vgr_trl.sharing.prefix_split import round_up_to_groups
 from vgr_trl.signals.named import NOISY, RolloutSignals, add_named, build_unmeasured_signals, named_metrics
 from vgr_trl.signals.perturbation import Seen, derive_seed, perturb_images, show_view
 from vgr_trl.signals.ratios import visual_dependency
-from vgr_trl.signals.scoring import Head, Purpose, Scores, Want
+from vgr_trl.signals.scoring import Head, Purpose, Scores, Want, cut_rows
 from vgr_trl.tools import show_again
 from vgr_trl.vision import images_processed_once
 
@@ -152,16 +152,15 @@ def score_perturbed(run: Run, rollout: Rollout) -> None:
     all rows as `perturbed_pixel_values`.
     """
     batch, measurement = rollout.batch, run.measurement
-    every = range(len(batch))
     if "perception" in measurement.needed:
-        pixels = _batch_under(run.args.perturbation, run, rollout, every).images.tensors.get("pixel_values")
+        perturbed = _batch_under(run.args.perturbation, run, rollout, range(len(batch)))
+        pixels = perturbed.images.tensors.get("pixel_values")
         if pixels is not None:
             rollout.batch = batch = replace(batch, images=batch.images.with_pixels(pixels, PERTURBED))
     if not (measurement.perturbations or measurement.row_views):
         return
     rollout.signals = signals = rollout.signals or build_unmeasured_signals(batch.valid)
-    size = round_up_to_groups(run.rows_per_chunk, run.completions_per_prompt)
-    chunks = [every[start : start + size] for start in every[::size]]
+    chunks = cut_rows(len(batch), round_up_to_groups(run.rows_per_chunk, run.completions_per_prompt))
     if measurement.perturbations:
         _score_perturbations(run, rollout, chunks)
     totals, tops = Totals(), dict[str, Top | None]()

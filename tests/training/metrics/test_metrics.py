@@ -38,7 +38,7 @@ def test_rates_and_kl_start_a_new_window_after_each_reading():
     batch.old_logps = torch.tensor([[-2.0, -1.0], [-1.0, -1.0]])
     for _ in range(2):
         logps = batch.old_logps + torch.tensor([[math.log(2), 0.0], [0.0, 5.0]])
-        assert steps.measure(batch, logps, {}) == {"approx_kl": pytest.approx(0.306853 / 3, abs=1e-6)}
+        assert steps.measure(batch, logps, {}, batch.valid, 2) == {"approx_kl": pytest.approx(0.306853 / 3, abs=1e-6)}
     rest = {
         "skipped/rows": 0.0, "skipped/tokens": 0.0, "reward_weights/accuracy": 0.5, "reward_weights/format": 2.0,
     }  # fmt: skip
