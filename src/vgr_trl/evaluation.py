@@ -372,7 +372,10 @@ def _add_blind_accuracy(
 
 
 def print_scores(results: Mapping[str, Evaluation]) -> None:
-    """Print a table with a row per model for all questions and for each group; say if nothing was right."""
+    """Print a table with a row per model for all questions and for each group; say if nothing was right.
+
+    Columns that do not fit the terminal are named below it.
+    """
     k, has_several = next(iter(results.values())).k, len(results) > 1
     rewards = list(dict.fromkeys(name for result in results.values() for name in result.rewards))
     numbers = ["questions", "accuracy", "95 %", "majority", "blind", "unparsable", f"mean@{k}", f"pass@{k}"]
@@ -389,7 +392,15 @@ def print_scores(results: Mapping[str, Evaluation]) -> None:
                 names = [group or "all", *[model] * has_several]
                 counts = [str(scores.questions), _format_rate(scores.accuracy), f"{low:.3f}–{high:.3f}"]
                 table.add_row(*names, *counts, *map(_format_rate, rates), end_section=model == list(results)[-1])
-    (Console() if sys.stdout.isatty() else Console(width=240)).print(table)
+    wide, omitted = Console(width=240), list[str]()
+    console = Console() if sys.stdout.isatty() else wide
+    for heading in (f"pass@{k}", "majority", "unparsable", "format", *rewards):
+        if wide.measure(table).maximum > console.width:
+            table.columns = [column for column in table.columns if column.header != heading]
+            omitted.append(heading)
+    console.print(table)
+    if omitted:
+        console.print(f"A wider terminal also shows {', '.join(omitted)}.", highlight=False)
     for model, result in results.items():
         if result.accuracy < 0.01:
             cure = "look at its answers (--save_completions), or give the prompt that it knows (--system_prompt_file)"

@@ -1,3 +1,4 @@
+import ast
 import json
 import re
 import shlex
@@ -122,6 +123,9 @@ def test_a_run_that_collapses_ends_with_the_sign_if_it_shall(model_folder, quest
     assert main(["train", *flags(model_folder, question_files, output, *more.split())]) == 1
     said, message = capsys.readouterr()
     assert re.findall(r"^step (\d+)/30", said, re.M)[-1] == "21"
+    dictionaries = [ast.literal_eval(line) for line in said.splitlines() if line.startswith("{'loss")]
+    assert len(dictionaries) == 21, "the flags switch the bar off, as those who read TRL's dictionaries do"
+    assert {"loss", "grad_norm", "entropy", "completions/clipped_ratio"} <= dictionaries[0].keys()
     assert "at step 21: format_reward fell from 0.5 to 0.188 (means of 8 steps)" in message
     assert message.endswith("Training stopped; no model was saved.\n")
     assert not (output / "model.safetensors").exists()

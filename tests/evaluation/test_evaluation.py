@@ -1,5 +1,7 @@
 import copy
+import re
 import runpy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from transformers import AutoProcessor, GenerationConfig, PreTrainedTokenizerFas
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.demo.demo import draw_questions
-from vgr_trl.evaluation import CompletionGenerator, blank_image, build_conversation, evaluate
+from vgr_trl.evaluation import CompletionGenerator, Evaluation, blank_image, build_conversation, evaluate, print_scores
 
 ROWS = [
     {"problem": "what colour ?", "solution": colour, "family": family}
@@ -91,6 +93,19 @@ def test_interval_unparsable_and_majority_by_hand(tokenizer):
     assert result.majority == pytest.approx(2 / 3)
     assert (result.blind, result.mean_at_k, result.pass_at_k) == (None, None, None)
     assert result.rewards == {"letters_reward": pytest.approx(len("what colour") / 2)}
+
+
+def test_a_narrow_terminal_shows_whole_columns(capsys, monkeypatch):
+    scores = partial(Evaluation, questions=200, k=8, accuracy=0.784, mean_at_k=0.66, pass_at_k=0.9, format=0.99,
+                     format_sampled=0.98, rewards={"letters": 0.5}, blind=0.3)  # fmt: skip
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for columns, omitted in (("80", "pass@8, majority, unparsable, format"), ("200", None)):
+        monkeypatch.setenv("COLUMNS", columns)
+        print_scores({"before": scores(), "after": scores()})
+        lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+        assert max(map(len, lines)) <= int(columns)
+        assert sum("0.784" in line and "0.660" in line for line in lines) == 2
+        assert (lines[-1] == f"A wider terminal also shows {omitted}.") == (columns == "80")
 
 
 def test_a_batch_is_answered_as_its_rows_are_one_by_one(text_model, tokenizer):

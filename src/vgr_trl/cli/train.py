@@ -84,8 +84,14 @@ def main(argv: Sequence[str]) -> int:
     sources = data.dataset_name, evaluation_source(data).dataset_name
     keep_offline(model.model_name_or_path, rewards.reward_model_name_or_path, *sources)
     separate_lora_modules(model)
-    config.disable_tqdm = True  # step lines replace the progress bar
-    build = partial(build_trainer, data, rewards, config, model)
+    prints_logs, config.disable_tqdm = config.disable_tqdm, True  # step lines replace the progress bar
+
+    def build() -> DAPOTrainer:
+        trainer = build_trainer(data, rewards, config, model)
+        if prints_logs:  # without a bar TRL prints dictionaries, which scripts read
+            trainer.add_callback(PrinterCallback)
+        return trainer
+
     if how.dry_run:
         with raise_config_errors():
             dry_run(config, source_name(data), build, how)
