@@ -307,7 +307,7 @@ def long_prompt_lines() -> str:
     lines = ["| 7B on 8 GPUs of 80 GB | longest prompt |", "|---|---:|"]
     for name, way in WAYS.items():
         one = replace(load, shared=way[0], rows=way[1])
-        lines.append(f"| {name} | {bisect(range(2**20), 80, 512, key=lambda prompt: needed(prompt, one)) - 1:,} |")
+        lines.append(f"| {name} | {bisect(range(2**20), 80.0, 512, key=lambda prompt: needed(prompt, one)) - 1:,} |")
     lines += ["", "| 7B on 8 GPUs, P 32,768 | GB |", "|---|---:|"]
     ways = {"ZeRO-2": load, "ZeRO-2, LoRA": replace(load, update=Update(True)), "ZeRO-3": replace(load, shard=3)}
     lines += [f"| {name} | {needed(32768, one):.1f} |" for name, one in ways.items()]
