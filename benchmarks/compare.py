@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 from looks import looks
-from machine import describe_machine
+from machine import describe_machine, read_commit
 from methods.seeds import interval
 
 from vgr_trl.cli.arguments import DataArguments, EvaluationArguments, load_rows, parse
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for seed in [] if chosen.write else chosen.seeds or grid["seeds"]:
         for name, flags in cells(grid, chosen.runs):
             if (name, seed) not in finished(grid, results):
-                found = run(name, seed, flags, grid, folder)
+                found = {"commit": read_commit(), **run(name, seed, flags, grid, folder)}
                 with results.open("a") as lines:
                     lines.write(json.dumps({"run": name, "seed": seed, "flags": flags, **found}) + "\n")
                 print(name, seed, found, flush=True)
@@ -139,17 +139,20 @@ def write(grid: Mapping[str, Any], runs: Finished, results: Path, file: Path) ->
     """Write the table and the plot: means over seeds, with 95 % intervals of a bootstrap over them."""
     names = [name for name, _ in cells(grid) if any(run == name for run, _ in runs)]
     machine = ", ".join(f"{key} {value}" for key, value in describe_machine(1).items())
-    heads = ["run", "seeds", "accuracy", "interval", f"against {grid['baseline']}", *MEASURES[1:]]
-    lines = [f"# {grid['title']}", "", f"Command: `PYTHONPATH=src:benchmarks python -m compare {file}`; {machine}.", ""]
+    measures = [measure for measure in MEASURES[1:] if any(measure in found for found in runs.values())]
+    heads = ["run", "seeds", "accuracy", "interval", f"against {grid['baseline']}", *measures]
+    commits = ", ".join(sorted({found.get("commit", "not recorded") for found in runs.values()}))
+    command = f"`PYTHONPATH=src:benchmarks python -m compare {file}`, commit {commits}"
+    lines = [f"# {grid['title']}", "", f"Command: {command}; {machine}.", ""]
     lines += [grid["about"].strip(), "", f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
-    lines += [f"| {' | '.join(row(name, runs, grid['baseline']))} |" for name in names]
+    lines += [f"| {' | '.join(row(name, runs, grid['baseline'], measures))} |" for name in names]
     lines += ["", f"![accuracy and its interval]({results.stem}.png)"]
     lines += ["", grid["findings"].strip()] if "findings" in grid else []
     results.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     plot(names, runs, results.with_suffix(".png"))
 
 
-def row(name: str, runs: Finished, baseline: str) -> list[str]:
+def row(name: str, runs: Finished, baseline: str, measures: Sequence[str]) -> list[str]:
     """Return the cells of a line of the table."""
     own = {seed: found for (run, seed), found in runs.items() if run == name}
     accuracy = [found["accuracy"] for found in own.values()]
@@ -159,7 +162,7 @@ def row(name: str, runs: Finished, baseline: str) -> list[str]:
     line = [name, str(len(own)), f"{statistics.mean(accuracy):.3f}", between(accuracy, ".3f")]
     against = f"{statistics.mean(gained):+.3f} ({between(gained, '+.3f')})" if gained and name != baseline else ""
     line.append(against.replace(" ()", ""))
-    for measure in MEASURES[1:]:
+    for measure in measures:
         values = [found[measure] for found in own.values() if measure in found]
         line.append(f"{statistics.mean(values):.{0 if measure in MEASURES[-3:] else 3}f}" if values else "")
     return line

@@ -5,6 +5,7 @@ python benchmarks/cost.py
 prints the tables of docs/cost.md. Pure arithmetic; what is assumed about a machine is in `Machine`.
 """
 
+from bisect import bisect
 from dataclasses import dataclass, field, replace
 
 from sharing_models import MERGE, MODEL_SHAPES, ModelShape, Size
@@ -296,6 +297,23 @@ def parts_table() -> str:
     return "\n".join([*lines, ""])
 
 
+def long_prompt_lines() -> str:
+    """Return the longest prompt that fits into 80 GB with 8 completions, and the memory of one of 32,768 tokens."""
+    load = Load(MODEL_SHAPES["qwen2.5-vl-7b"], Size(0, 0, 1024, 8), gpus=8)
+
+    def needed(prompt: int, load: Load) -> float:
+        return sum(memory(replace(load, size=replace(load.size, prompt=prompt, vision=prompt - 256))).values()) / 1e9
+
+    lines = ["| 7B on 8 GPUs of 80 GB | longest prompt |", "|---|---:|"]
+    for name, way in WAYS.items():
+        one = replace(load, shared=way[0], rows=way[1])
+        lines.append(f"| {name} | {bisect(range(2**20), 80.0, 512, key=lambda prompt: needed(prompt, one)) - 1:,} |")
+    lines += ["", "| 7B on 8 GPUs, P 32,768 | GB |", "|---|---:|"]
+    ways = {"ZeRO-2": load, "ZeRO-2, LoRA": replace(load, update=Update(True)), "ZeRO-3": replace(load, shard=3)}
+    lines += [f"| {name} | {needed(32768, one):.1f} |" for name, one in ways.items()]
+    return "\n".join([*lines, ""])
+
+
 REGIMES = ("qwen2.5-vl-3b", "qwen2.5-vl-7b", "qwen3-vl-4b", "qwen3-vl-8b")
 GENERATED_BY = {"an engine": 0.0, "a static cache": 0.43e-3, "transformers": 1e-3}  # seconds per layer and token
 
@@ -369,6 +387,7 @@ def main() -> None:
     print(group_tables())
     print(parts_table())
     print(row_table())
+    print(long_prompt_lines())
     columns = ("an engine", "TRL's passes", "transformers", "TRL's passes", "100 test questions")
     print(f"| script | {' | '.join(columns)} |\n|---|{'---:|' * len(columns)}")
     engine = replace(machine, launch=0.0)

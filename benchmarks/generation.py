@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from machine import describe_machine, read_commit  # noqa: E402
 from support.models.batched import MARKS, as_trl_has_it, prompts_of  # noqa: E402
 from support.models.families import EOS, PAD, build  # noqa: E402
 
@@ -170,7 +171,9 @@ def make_page() -> str:
         "limit. Positions pass through the decoder; the goal is at most 1.05 of unique prompts and kept tokens. "
         "Operators are those of passes of a tiny Qwen2.5-VL (PyTorch's dispatcher)."
     )
-    return "\n".join(["# Generation by `generate` and by continuous batching", "", about, "", *lines, ""])
+    machine = ", ".join(f"{name} {value}" for name, value in describe_machine(torch.get_num_threads()).items())
+    run = f"`python benchmarks/generation.py`, commit {read_commit()}; {machine}."
+    return "\n".join(["# Generation by `generate` and by continuous batching", "", about, "", *lines, "", run, ""])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ groups of 8, a Qwen2.5-VL of narrow layers on a CPU, the mean of two steps. Writ
 """
 
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from machine import RESULTS, describe_machine
+from machine import RESULTS, describe_machine, read_commit
 from peft import LoraConfig
 from sharing_models import ModelShape, Size, build_model, make_processor, make_question
 from stage_passes import LORA
@@ -175,7 +174,6 @@ def layer_table() -> Iterator[str]:
 def main() -> None:
     """Write the page."""
     torch.set_num_threads(1)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     command = shlex.join(["python", "-W", "ignore", "benchmarks/launches.py", *sys.argv[1:]])
     machine = ", ".join(f"{name} {value}" for name, value in describe_machine(1).items())
     lines = [
@@ -193,7 +191,7 @@ def main() -> None:
         "",
         *layer_table(),
         "",
-        f"`{command}` at {commit.stdout.strip()}: {machine}.",
+        f"`{command}` at {read_commit()}: {machine}.",
         "",
     ]
     (RESULTS / "launches.md").write_text("\n".join(lines), encoding="utf-8")

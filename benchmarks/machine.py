@@ -2,6 +2,7 @@
 
 import os
 import platform
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ def describe_machine(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "trl")},
     }
+
+
+def read_commit() -> str:
+    """Return the short name of the commit that is checked out."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=RESULTS, capture_output=True, text=True).stdout.strip()
 
 
 def processor_name() -> str:

@@ -20,7 +20,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from machine import describe_machine, read_commit
 from stage_passes import run_again_for_timing
 from step_cases import cases
 from step_results import page, table
@@ -36,6 +36,7 @@ def main() -> None:
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not flags.anew else {"cases": {}}
     found |= {"machine": describe_machine(place.threads), "place": asdict(place)}
     found["command"] = shlex.join(["python", "benchmarks/step.py", *sys.argv[1:]])
+    found["commit"] = read_commit()
     for name in flags.cases:
         case = place.case(name)
         of_case = found["cases"].setdefault(name, {})

@@ -37,7 +37,7 @@ def page(found: dict[str, Any], place: Place) -> str:
     machine = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
     flags = [name for name in ("quick", "checkpointing") if found["place"][name]]
     lines = ["# Steps against TRL's", "", INTRODUCTION, "", f"{machine}. {_place(found['place'])}", ""]
-    lines += [f"`{found['command']}`", ""] if "command" in found else []
+    lines += [f"`{found['command']}`, commit {found.get('commit', 'not recorded')}", ""] if "command" in found else []
     lines += ["Sizes are those of `--quick`: they say nothing about times.", ""] if "quick" in flags else []
     measured = {name: (place.case(name), of_case) for name, of_case in found["cases"].items()}
     if "signals" in measured:

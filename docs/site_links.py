@@ -54,7 +54,10 @@ def on_post_build(config: Any) -> None:
     for uri, text in PAGES.items():
         file = site / uri
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        if "\n::: " in text:  # filled in from docstrings: as HTML only
+            uri = uri.removesuffix(".md") + "/"
+        else:
+            file.write_text(text, encoding="utf-8")
         title = next((line[2:] for line in text.splitlines() if line.startswith("# ")), uri)
         prose = (line for line in text.split("\n\n") if re.match(r"(?!```)[^\s#|!<:-]", line))
         about = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", next(prose, "")).replace("\n", " ").partition(". ")[0]

@@ -8,7 +8,7 @@ from sharing_operations import Update, executed_update, forward_of
 
 PROMPT, VISION, GENERATIONS = 1536, 1280, 8
 COMPLETIONS = (384, 1024)
-OF_STEPS = 256  # tokens of a completion; nearly all of a step is their generation
+OF_STEPS = 256  # tokens of a completion; generating them takes nearly all of a step
 GENERATED = 128  # tokens, where only generation is timed
 SHAPES = ("qwen2.5-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-4b", "qwen3-vl-8b")
 TINY = ("tiny-qwen2.5-vl", "tiny-qwen3-vl")

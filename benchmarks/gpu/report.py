@@ -88,14 +88,18 @@ vendor's dense bfloat16 peak; *logical* MFU: operations that they stand for (pla
 
 - new shape: attention of one row, forward and backward; of a length that is new in every repeat, or seen before.
 - *later*: on another machine of the kind; the seconds stand beside no one else's.
-- update: *shared* is a pass with shared prompts alone; *as trained* is one as our trainer makes it: the windows of the
+- update: forward and backward of one group with TRL's head, without a trainer. TRL leaves cuDNN on, we switch it off:
+  *shared* takes 0.206 of *plain, cuDNN*, with LoRA 0.222. The two repeats of *plain, cuDNN*: 7.30 and 8.45 s, LoRA 9.87
+  and 9.74; of *plain*: 7.18 and 8.14, LoRA 11.57 and 9.41; of *shared*: 1.53 and 1.72, LoRA 2.25 and 2.10.
+  *Shared* is a pass with shared prompts alone; *as trained* is one as our trainer makes it: the windows of the
   vision tower run in one call, and flash attention reads no mask. Without the latter it took 0.83 s, on a third
   machine. There, passes without gradients took 0.257 s and with the windows in one call 0.212; on the later one 0.245
   and 0.193; *shared* scoring below, which computes entropies, 0.285.
 - signals: two groups with LoRA a step, mean over two steps after one that warms up, which compiles where the cache is
   static: 46 s in the first variant, in the others what that one has left. *metrics* measures one of the two groups.
-  Their updates are equal and differ by 13 %, so smaller differences of steps say nothing. By stage, *metrics* adds a
-  scoring pass of 0.21 s, *signals* one of 0.44 s and passes over perturbed images of 0.58 s.
+  Their updates are equal and differ by 13 %, so smaller differences of steps say nothing. By stage, *none* spends 3.19
+  s on generation and 1.39 s on the rest, 1.16 s of it after the rollout (*update s*). *metrics* adds a scoring pass of
+  0.21 s, *signals* one of 0.44 s and passes over perturbed images of 0.58 s.
 - step: mean over two batches of one prompt each, both different, after one that warms up. Sides of images, words of
   prompts and lengths of completions are log-normal; generation computes T tokens. By SGD. TRL's trainer
   as it comes, with cuDNN; ours as it comes, without. Memory: the most that was allocated and reserved in any step.
@@ -107,7 +111,7 @@ vendor's dense bfloat16 peak; *logical* MFU: operations that they stand for (pla
   and 2.31 s after 1.16 s in the step that warms up. A median of updates whose shapes repeat is not measured.
 - generation: T tokens of every completion by transformers, a group at once, with its growing cache or a static one,
   which it compiles in a first call that is not counted. The first repeat of *plain, static* compiled again: 20.8 s,
-  then 2.9.
+  then 2.9, of which *shared, static* takes 0.58.
 - attention: of one layer, forward and backward. *Two stages*: prompts, then completions, in two calls; the same where
   the kernel knows the mask instead of reading it; one packed row per group with FlexAttention's block masks; keys and
   values gathered per path for variable-length flash attention. All else in a layer works on the same tokens, so one

@@ -10,13 +10,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from machine import describe_machine, read_commit
 from methods.seeds import interval
 
 from mosaics.model import KNOWN
@@ -46,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run_missing(seeds: Sequence[int], methods: Sequence[str], settings: Settings) -> None:
     """Run what is missing, and append each run to the results."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    commit = read_commit()
     for seed in seeds:
         there = {line["method"] for line in read(settings) if line["seed"] == seed}
         start = None
@@ -55,7 +54,7 @@ def run_missing(seeds: Sequence[int], methods: Sequence[str], settings: Settings
                 continue
             start = start or Start(seed, settings)
             found = start.run(METHODS[method])
-            line = {"method": method, "seed": seed, "settings": asdict(settings), "commit": commit.strip(), **found}
+            line = {"method": method, "seed": seed, "settings": asdict(settings), "commit": commit, **found}
             with RESULTS.with_suffix(".jsonl").open("a") as lines:
                 lines.write(json.dumps(line) + "\n")
             print(method, seed, found["mosaics"], found["calls"], found["overlap"], found["seconds"], flush=True)

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -19,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from machine import describe_machine, read_commit
 from methods.seeds import interval
 
 from teacher.degraded import (
@@ -79,7 +78,7 @@ def run_missing(
     seeds: Sequence[int], methods: Mapping[str, Method], settings: Settings, ends: float, kind: type[Start] = Start
 ) -> None:
     """Run what is missing, and append each run to the results."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    commit = read_commit()
     for seed in seeds:
         there = {line["method"] for line in read(settings, kind) if line["seed"] == seed}
         start = None
@@ -93,7 +92,7 @@ def run_missing(
                 "method": name,
                 "seed": seed,
                 "settings": asdict(settings),
-                "commit": commit.strip(),
+                "commit": commit,
                 **found,
             }
             with RESULTS.with_suffix(".jsonl").open("a") as lines:

@@ -19,7 +19,7 @@ DivergenceKind = Literal["jensen_shannon", "forward", "reverse"]
 
 
 def teacher_divergence(logits: Tensor, ids: Tensor, teacher: Tensor, kind: str = "jensen_shannon") -> Tensor:
-    """Return the divergence of the policy's distribution from a teacher's over K tokens, and all others as one.
+    """Return the divergence of the policy's distribution from a teacher's over K tokens, the rest pooled.
 
     `forward` is KL(teacher ‖ policy), `reverse` KL(policy ‖ teacher), `jensen_shannon` the mean of both KLs to the
     mixture of teacher and policy, one half each (Vision-OPD, https://huggingface.co/papers/2605.18740).
