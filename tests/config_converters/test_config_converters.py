@@ -225,3 +225,9 @@ def test_verl_names_with_verl_defaults(case):
     assert list(found.unsupported) == ["worker.reward.reward_function", *case.get("unknown", [])]
     assert found.options == found.options | case.get("expected", {})
     assert not set(case.get("unset", [])) & set(found.options)
+    names, options, _ = zip(*found.table_rows(), strict=True)
+    printed = {*names}
+    assert printed >= {*VERL, *case["given"]}
+    assert {*options} >= {*case.get("expected", {})}
+    assert not [name for name in printed if name.startswith("worker.")]
+    assert printed.isdisjoint({"algorithm.online_filtering*", "trainer.save_model_only*", "data.video_fps*"})
