@@ -55,7 +55,8 @@ def _sections(recipes: Sequence[Recipe]) -> Iterator[str]:
 
 
 def _about(recipe: Recipe) -> About:
-    assert recipe.about is not None
+    if recipe.about is None:
+        raise SystemExit(f"src/vgr_trl/recipes/{recipe.name}.yaml lacks about")
     return recipe.about
 
 

@@ -218,9 +218,16 @@ def test_aliases_that_repeat_without_end_are_refused(pair):
     assert parse_yaml("x: &x {a: 1}\ny: {<<: *x}") == {"x": {"a": 1}, "y": {"a": 1}}
 
 
-@pytest.mark.parametrize("case", BY_HAND["cases of verl"], ids=lambda case: str(case["given"]))
+@pytest.mark.parametrize("case", BY_HAND["cases of verl"], ids=lambda case: str(case["given"])[:70])
 def test_verl_names_with_verl_defaults(case):
     found = convert({**VERL, **case["given"]})
     assert found.refused == {}
     assert list(found.unsupported) == ["worker.reward.reward_function", *case.get("unknown", [])]
     assert found.options == found.options | case.get("expected", {})
+    assert not set(case.get("unset", [])) & set(found.options)
+    names, options, _ = zip(*found.table_rows(), strict=True)
+    printed = {*names}
+    assert printed >= {*VERL, *case["given"]}
+    assert {*options} >= {*case.get("expected", {})}
+    assert not [name for name in printed if name.startswith("worker.")]
+    assert printed.isdisjoint({"algorithm.online_filtering*", "trainer.save_model_only*", "data.video_fps*"})

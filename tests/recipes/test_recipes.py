@@ -4,6 +4,7 @@ import re
 import runpy
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas
@@ -143,6 +144,13 @@ def test_the_pages_of_methods_are_what_the_script_makes_of_the_recipes():
         assert made == file.read_text(encoding="utf-8"), "python docs/recipes_table.py"
     index = (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \[`(\w+)`\]", index, re.MULTILINE) == recipe_names(), "each on one page"
+
+
+def test_a_recipe_without_about_is_named(monkeypatch):
+    pages = runpy.run_path(str(ROOT / "docs" / "recipes_table.py"))["pages"]
+    monkeypatch.setitem(pages.__globals__, "read_recipe", lambda name: replace(read_recipe(name), about=None))
+    with pytest.raises(SystemExit, match=r"src/vgr_trl/recipes/\w+\.yaml lacks about"):
+        pages()
 
 
 def accuracy_reward(completions, **columns):

@@ -25,7 +25,7 @@ from transformers.utils import find_adapter_config_file
 from trl import ModelConfig
 
 from vgr_trl.config_converters import convert, read_configuration
-from vgr_trl.config_converters.key_tables import explain_unknown
+from vgr_trl.config_converters.key_tables import explain_unknown, load_flags
 from vgr_trl.dapo_config import LOSS_TYPES, SEGMENTED, SPELLINGS, DAPOConfig, rename_options
 from vgr_trl.data.checked_rows import SHARED, SkippedRow, prepare_rows, shared_folder
 from vgr_trl.data.images import ImageLimits, downloaded
@@ -196,6 +196,7 @@ def raise_config_errors(model: str | None = None) -> Iterator[None]:
     except OF_LIBRARIES as error:
         cause = f"{type(error).__name__}: {error_text(error, 450)}"
         cause += " On a CPU, give --use_cpu --bf16 false." * ("assign use_cpu" in cause)
+        cause += f". Instead: {load_flags()['ms-swift']['deepspeed']}." * ("deepspeed config" in cause)
         load = f"{model} cannot be loaded ({cause}): give a model folder or a hub name."
         raise ConfigError(load if model else cause) from error
 

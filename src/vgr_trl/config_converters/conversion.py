@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vgr_trl.config_converters.key_tables import EASYR1_KEYS, MTRL_SECTIONS, VERL_RENAMED_KEYS, easyr1_name
+from vgr_trl.config_converters.key_tables import (
+    EASYR1_KEYS,
+    MTRL_SECTIONS,
+    VERL_KEYS,
+    VERL_RENAMED_KEYS,
+    easyr1_name,
+)
 from vgr_trl.errors import ConfigError, error_text
 from vgr_trl.options import check_value
 from vgr_trl.patching import patched_attribute
@@ -95,12 +101,13 @@ class Conversion:
     def table_rows(self) -> list[tuple[str, str, str]]:
         """Return rows of key (* if not stated), option and value, or the reason why there is no option."""
         reasons, rows = {**self.unsupported, **self.refused}, list[tuple[str, str, str]]()
-        for key, row in EASYR1_KEYS.items():
+        own = {key: row for key, row in VERL_KEYS.items() if key not in self.names.values()}
+        for key, row in (EASYR1_KEYS | own).items():
             name, options = self.name(key), self.options_by_key.get(key, ())
             mark = name if key in self.stated else f"{name}*"
             if key in reasons:
                 rows.append((mark, "—", f"stops: {reasons.pop(key).split(': ', 1)[-1]}"))
-            elif options:
+            elif options and (self.framework != "verl" or key in {*self.stated, *self.names, *own}):
                 rows += [(mark, option, str(self.options[option])) for option in options]
             elif key in self.stated:
                 rows.append((name, "—", row.why or "same as the default here, or not used in this run"))

@@ -175,6 +175,9 @@ def convert_batches(c: Conversion) -> None:
     c.set("per_device_train_batch_size", micro, _MICRO_BATCH_SIZE_KEY)
     c.set("gradient_accumulation_steps", update // at_once, _UPDATE_SIZE_KEY)
     c.set("steps_per_generation", rollout // at_once, _ROLLOUT_SIZE_KEY)
+    dynamic, budget = "worker.actor.dynamic_batching", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    if c.framework == "verl" and c[dynamic]:
+        c.set("max_tokens_per_micro_batch", c.read_integer(budget), budget, dynamic)
 
 
 def convert_schedule(c: Conversion) -> None:

@@ -139,16 +139,17 @@ def uses_mtrl_sections(configuration: Mapping[str, Any]) -> bool:
 _VERL = load_tables("verl")
 VERL_KEYS = build_keys(_VERL)  # keys that EasyR1 lacks
 VERL_RENAMED_KEYS: dict[str, list[Any]] = _VERL["names"]  # key of verl -> EasyR1's, and verl's default
-VERL_DEFAULTS: dict[str, Any] = _VERL["defaults"]  # defaults of keys that both have
+VERL_DEFAULTS: dict[str, Any] = _VERL["defaults"]  # keys that both have, with verl's default
 _MODES = {"token-mean": "token", "seq-mean-token-mean": "seq", "vanilla": "default"}
 
 
 def rename_verl_keys(configuration: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return values by EasyR1's keys, and EasyR1 key -> name in the configuration."""
+    """Return values by EasyR1's keys, and EasyR1 key -> its name in verl; keys without one keep EasyR1's."""
     values = VERL_DEFAULTS | {key: value for key, value in configuration.items() if key not in VERL_RENAMED_KEYS}
     values |= {key: configuration.get(name, default) for name, (key, default) in VERL_RENAMED_KEYS.items()}
-    names = {key: name for name, (key, _) in VERL_RENAMED_KEYS.items()}
+    names = {key: key for key in VERL_DEFAULTS} | {key: name for name, (key, _) in VERL_RENAMED_KEYS.items()}
     names["worker.reward.reward_function"] = "custom_reward_function.path"
+    names["algorithm.disable_kl"] = "algorithm.use_kl_in_reward"
     values_of_verl = {key: configuration.get(key, row.default) for key, row in VERL_KEYS.items()}
     actor = "actor_rollout_ref.actor"
     in_loss = bool(values["algorithm.use_kl_loss"])
