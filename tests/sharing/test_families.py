@@ -77,6 +77,7 @@ def test_only_the_last_outputs_are_wanted():
     """Gemma 4 gives the number of logits to its base model, which would keep that many of each stage."""
     family = OTHERS["gemma4_published"]
     model, batch = build(family), make_batch(family)
+    compare.needs_shared(model)
     with torch.no_grad():
         for count in (3, 20):
             plain = model(**batch.inputs, logits_to_keep=count, use_cache=False).logits

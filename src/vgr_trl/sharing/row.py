@@ -4,6 +4,7 @@
 one long row, and only token mixers read the layout, which reaches them as the keyword argument `ROW`.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -340,6 +341,9 @@ def _number_images(inputs: Mapping[str, Any], text: Any, tokens: Tensor) -> Tens
     if types is None or (text.model_type == "gemma4_text" and text.use_bidirectional_attention != "vision"):
         return None
     require("flash" not in text._attn_implementation, "flash attention to images that see themselves")
+    if text.model_type == "gemma4_text":  # before transformers 5.17 not in windowed layers alone
+        known = hasattr(sys.modules["transformers.models.gemma4.modeling_gemma4"], "create_masks_for_vision_model")
+        require(known, "images that see themselves in every layer")
     is_image = torch.isin(types, types.new_tensor(kinds))  # (B, S)
     begins = is_image & ~pad(is_image, (1, 0))[:, :-1]
     return torch.where(is_image, begins.cumsum(1), -1).flatten()[tokens]

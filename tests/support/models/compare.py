@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from support.models.families import Batch
-from support.old_releases import KEEPS_LESS
+from support.old_releases import KEEPS_LESS, installed
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from vgr_trl.sharing import SharingReport, share_prompts
@@ -27,11 +28,15 @@ def checkpointed(model: Any, *options: dict[str, Any]) -> Any:
     return model
 
 
-def why_plain(model: Any) -> str | None:
-    """Why the installed transformers has nothing to share for such a model; None from 5.17 on."""
+def why_plain(model: Any, generates: bool = False) -> str | None:
+    """Why the installed transformers has nothing to share for such a model; None from 5.18 on."""
     text = model.config.get_text_config(decoder=True)
+    if text.model_type == "lfm2" and installed == Version("5.17") and model.config is not text:
+        return "a row of prompts and completions changes its hidden states by 0.8 of their size"
     if not KEEPS_LESS:
         return None
+    if getattr(text, "use_bidirectional_attention", None) == "vision" and not generates:
+        return "images that see themselves in every layer"
     if {"linear_attention", "conv"} & set(getattr(text, "layer_types", None) or ()):
         return "layers of type LinearAttentionLayer"
     if getattr(text, "num_kv_shared_layers", None) == 0:
@@ -44,10 +49,11 @@ def needs_shared(model: Any) -> None:
         pytest.skip(f"plain passes: {reason}")
 
 
-def assert_shared_by(report: SharingReport, prompts: int, rows: int, model: Any) -> None:
+def assert_shared_by(report: SharingReport, prompts: int, rows: int, model: Any, generates: bool = False) -> None:
     """So many prompts passed for so many rows, or none is counted, for the reason that `why_plain` has."""
-    reason = why_plain(model)
-    expected = (prompts, rows, {}) if reason is None else (0, 0, {reason: 1})
+    reason = why_plain(model, generates)
+    unshared = rows if reason and reason.startswith("images") else 0  # found in the batch, whose rows are counted
+    expected = (prompts, rows, {}) if reason is None else (unshared, unshared, {reason: 1})
     assert (report.prompts, report.rows, dict(report.plain)) == expected
 
 
@@ -128,7 +134,7 @@ def assert_same_tokens(model: Any, batch: Batch, sample: bool) -> torch.Tensor:
     plain = generated(model, batch, sample=sample)
     with share_prompts(model) as report:
         shared = generated(model, batch, sample=sample)
-    assert_shared_by(report, 2, 6, model)
+    assert_shared_by(report, 2, 6, model, generates=True)
     assert torch.equal(plain, shared)
     return plain
 
