@@ -1,9 +1,10 @@
 import pytest
 import torch
 from support.models.families import build
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from vgr_trl.patches import trl
-from vgr_trl.patches.transformers import disable_cudnn_attention, without_input_gradients
+from vgr_trl.patches.transformers import disable_cudnn_attention, load_weights, without_input_gradients
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202e\u2066b\x00\x08\r\x0b</td><script>alert(1)</script>[link=x]"
 SHOWN = "a\\x1b[2J\\x1b]0;title\\x07\\x9b31m\\u202e\\u2066b\\x00\\x08\\x0d\\x0b</td><script>alert(1)</script>[link=x]"
@@ -94,6 +95,16 @@ def test_cudnn_is_off_where_torch_would_take_it_first(torch_version, capability,
     assert (disable_cudnn_attention() is not None) is off
     assert switched == [False] * off
     assert disable_cudnn_attention() is None
+
+
+def test_a_head_in_float32_keeps_its_bits(tmp_path):
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                         num_attention_heads=1, head_dim=8, tie_word_embeddings=False))  # fmt: skip
+    model.to(torch.bfloat16).lm_head.float().weight.data.normal_()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path)
+    load_weights(model, str(tmp_path))
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
 def test_embeddings_that_require_gradients_break_no_graph_while_generating():

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ def load_weights(model: PreTrainedModel, checkpoint: str) -> None:
         saved, report = loading.from_pretrained(
             checkpoint,
             config=copy.deepcopy(model.config),
-            dtype=model.dtype,
+            dtype=reduce(
+                torch.promote_types, {value.dtype for value in model.parameters() if value.is_floating_point()}
+            ),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
