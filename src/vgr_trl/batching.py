@@ -283,7 +283,8 @@ class ContinuousBatching:
         statistics = [distance.sum(), distance.new_tensor(len(distance)), nn.functional.pad(distance, (0, 1)).max()]
         sums = self.run.accelerator.gather(torch.stack(statistics).unsqueeze(0)).double()
         mean, largest = (sums[:, 0].sum() / sums[:, 1].sum().clamp(min=1)).item(), sums[:, 2].max().item()
-        self.is_exact = largest <= EXACT if self.is_exact is None else self.is_exact
+        if self.is_exact is None and sums[:, 1].any():
+            self.is_exact = largest <= EXACT
         name = "sampling/sampling_logp_difference"
         return {f"{name}/mean": mean, f"{name}/max": largest}
 

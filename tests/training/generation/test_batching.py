@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from vgr_trl import batching
-from vgr_trl.batch import pad_rows
+from vgr_trl.batch import Batch, pad_rows
 from vgr_trl.batching import BatchingError, ContinuousBatching, make_requests, why_not_batched
 from vgr_trl.errors import ConfigError, EngineError
 from vgr_trl.passes import run_pass
@@ -140,6 +140,14 @@ def test_training_reads_the_engines_log_probabilities_as_old_ones(vision_trainer
     assert purposes.count(Purpose.ROLLOUT) == 1  # of the first rollout alone, whose distance is measured
     assert logged(trainer, "sampling/sampling_logp_difference/max")[0] < 1e-5
     assert trainer.batching.is_exact
+
+
+def test_a_rollout_without_tokens_to_compare_decides_nothing(vision_trainer):
+    trainer, ids = vision_trainer(**FAST), torch.zeros(2, 3, dtype=torch.long)
+    for mask, expected in ((0, None), (1, False)):
+        batch = Batch(ids, ids + 1, ids, ids + mask, columns={"engine_logps": torch.full((2, 3), -9.0)})
+        trainer.batching.compare(batch, torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool))
+        assert trainer.batching.is_exact is expected
 
 
 def test_other_probabilities_than_the_trainers_are_no_old_ones(vision_trainer):
