@@ -136,3 +136,5 @@ def test_prompts_are_the_same_if_text_and_images_are():
     copy = [{"role": "user", "content": [{"type": "image", "image": image.copy()}, {"type": "text", "text": "Which?"}]}]
     assert prompt_key({"prompt": messages}) == prompt_key({"prompt": copy})
     assert prompt_key({"prompt": "Which?", "image": image}) != prompt_key({"prompt": "Which?", "image": other})
+    degraded = {"prompt": "Which?", "image": other, "original_images": [image]}
+    assert prompt_key(degraded) == prompt_key({"prompt": "Which?", "image": image}), "`degraded_by` draws none twice"

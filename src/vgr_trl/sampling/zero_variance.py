@@ -24,7 +24,7 @@ from vgr_trl.checkpoints import SavedState
 from vgr_trl.credit import masked_mean, per_token
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
-from vgr_trl.data.images import images_of
+from vgr_trl.data.images import ORIGINAL_IMAGES, images_of
 from vgr_trl.errors import ConfigError
 from vgr_trl.patches.trl import merge_round_metrics, replace_newest
 from vgr_trl.rollout import GroupSelection, Rollout, weighted_sums
@@ -436,9 +436,10 @@ class FurtherPrompts(SavedState):
 
 
 def prompt_key(row: Mapping[str, Any]) -> str:
-    """Return a key that is equal for rows with the same prompt and the same images."""
+    """Return a key that is equal for rows with the same prompt and the same images, before any degrading."""
 
     def content(value: Any) -> str:
         return xxhash.xxh3_128_hexdigest(value.tobytes()) if isinstance(value, Image.Image) else repr(value)
 
-    return json.dumps([row.get("prompt"), images_of(row)], sort_keys=True, default=content)
+    images = row.get(ORIGINAL_IMAGES) or images_of(row)
+    return json.dumps([row.get("prompt"), images], sort_keys=True, default=content)
