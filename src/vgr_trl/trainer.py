@@ -244,7 +244,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
             rows_per_chunk=self.rows_per_pass.original,
             pad_to_multiple_of=self.pad_to_multiple_of or None,
             end_tokens=frozenset({*self.eos_token_ids, self._tokenizer.pad_token_id}),
-            tokenize=lambda prompts: Prompts(*GRPOTrainer._tokenize_prompts(self, prompts)),
+            tokenize=self._tokenize_views,
             to_device=self._prepare_input,
             plain_pass=lambda model, batch, **wanted: plain_pass(model, **to_scoring(batch), **wanted),
             get_model=lambda: self.model,
@@ -254,9 +254,8 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
     def _add_engine(self) -> None:
         """Plan the check of pixels, and prepare vLLM or continuous batching."""
         run, facts = self.run, self.run.facts
-        self.pixels_unchecked = (
-            run.args.check_pixels and facts.is_vlm and facts.has_images and facts.completion_maker != "rollout_func"
-        )
+        shows_images = facts.completion_maker != "rollout_func" and run.args.degraded_by != "mask_image"
+        self.pixels_unchecked = run.args.check_pixels and facts.is_vlm and facts.has_images and shows_images
         self.batching = self.unexpanded = None
         if self.use_transformers_continuous_batching and facts.is_vlm:
             self.batching = ContinuousBatching(run, self.generation_config, self.continuous_batching_config)
@@ -389,6 +388,12 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         with shuffle_by(partial(shuffle_whole_groups, config=config), joins_pixels=self.num_iterations > 1):
             inputs = super()._prepare_inputs(generation_batch)
         return grpo_trainer.unsplit_pixel_values_by_grid(inputs)
+
+    def _tokenize_views(self, prompts: list[Any]) -> Prompts:
+        """Tokenize some of a rollout's prompts with other images; TRL has the tools of an environment for each row."""
+        names = vars(self).get("_batch_environments", [])[:1] * len(prompts)
+        with patched_attribute(self, "_batch_environments", names):
+            return Prompts(*GRPOTrainer._tokenize_prompts(self, prompts))
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         """Refuse prompts that name files, and return [] for rows without images in a batch with images."""

@@ -58,6 +58,22 @@ class Scene:
         return look(wide)
 
 
+class Picture:
+    """An environment without tools."""
+
+    def reset(self, **row):
+        return look(112)
+
+
+def test_environments_without_tools_render_prompts_of_views(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in ("red", "blue")])
+    trainer = tool_trainer(model_folder, rows, tmp_path / "run", environment_factory=Picture, check_pixels=True,
+                           enable_perception_filtering=True, deal=partial(deal_turns, turns=(0, 0, 0, 0)))  # fmt: skip
+    rollout = rollout_of(trainer)
+    assert not rollout.signals.dependency[rollout.signals.mask].isnan().any()
+
+
 def test_recorded_images_have_their_own_grids_behind_those_of_an_environment(model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in ("red", "blue")])

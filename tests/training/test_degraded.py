@@ -90,6 +90,10 @@ def test_the_strength_grows_and_a_resumed_run_draws_the_same_pictures(build, rol
     assert bytes_of(rollouts) == whole[1:]
 
 
+def test_grey_pictures_are_no_model_that_ignores_them(build):
+    build(max_steps=1, degraded_by="mask_image", check_pixels=True).train()
+
+
 def test_data_without_images_cannot_be_degraded(text_trainer):
     with pytest.raises(ConfigError, match="no images"):
         text_trainer(degraded_by="gaussian_blur")
