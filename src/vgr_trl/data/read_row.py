@@ -110,11 +110,11 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question:
     if row.get(UNREADABLE) is not None:
         raise DataError(str(row[UNREADABLE]))
     try:
-        row = _rename_known_formats(row)
+        row = _rename_known_formats(drop_empty_choices(row))
         prompt, replied, is_complete = _read_prompt(row)
         choices, answer = value_of(row, *KEYS["choices"]), value_of(row, *KEYS["solution"])
         if needs_answer or not is_complete:  # else they are the user's own, for rewards of their own
-            choices = None if choices is None or choices == [] else options_of(choices)
+            choices = None if choices is None else options_of(choices)
             answer = _answer_of(row, choices)
         answer = replied if answer is None else answer
         right = resolve_solution(answer, choices) if needs_answer else None
@@ -124,6 +124,11 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question:
         return Question(prompt, choices, answer, right, is_complete, images, videos, source)
     except RewardError as error:
         raise DataError(str(error)) from error
+
+
+def drop_empty_choices(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without its columns of options that are empty lists, as open questions have them."""
+    return {name: value for name, value in row.items() if name not in KEYS["choices"] or value != []}
 
 
 def _rename_known_formats(row: Mapping[str, Any]) -> Mapping[str, Any]:
