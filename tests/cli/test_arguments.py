@@ -127,3 +127,11 @@ def test_spellings_of_other_scripts_set_the_options_they_stand_for(options_of, t
         options_of("out_dir: x\noutput_dir: y")
     with pytest.raises(ConfigError):
         DAPOConfig(out_dir="x", output_dir="y", use_cpu=True)
+
+
+@pytest.mark.parametrize("word", ["=False", "=0", " no"])
+def test_a_flag_switches_early_reward_weights_off(options_of, word):
+    flags = f"--use_segmented_reward_weights{word}".split()
+    file = "use_segmented_reward_weights: true\nearly_reward_weights: [1.0, 0.0]"
+    assert options_of(file, *flags)[2].early_reward_weights is None
+    assert options_of("beta: 0", *flags, "--early_reward_weights", "1", "0")[2].early_reward_weights is None
