@@ -200,7 +200,9 @@ def _read_prompt(row: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
         return turns, None, True
     is_question = len(turns) == 1 and isinstance(turns[0]["content"], str)
     question = turns[0]["content"] if is_question else turns
-    return question, replied if isinstance(replied, str) else None, turns[0]["role"] == "system"
+    parts = [] if replied is None else to_parts(replied)
+    is_text = parts and all(part.get("type") == "text" for part in parts)
+    return question, "".join(part["text"] for part in parts) if is_text else None, turns[0]["role"] == "system"
 
 
 def _is_content(value: Any) -> bool:
