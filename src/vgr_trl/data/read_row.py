@@ -127,8 +127,8 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question:
 
 
 def drop_empty_choices(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row without its columns of options that are empty lists, as open questions have them."""
-    return {name: value for name, value in row.items() if name not in KEYS["choices"] or value != []}
+    """Return a row without its columns of options that are `[]` or its text, as MMMU's open questions have them."""
+    return {name: value for name, value in row.items() if name not in KEYS["choices"] or str(value) != "[]"}
 
 
 def _rename_known_formats(row: Mapping[str, Any]) -> Mapping[str, Any]:
