@@ -49,7 +49,7 @@ def test_values_of_a_file_as_yaml_reads_them_and_flags_before_them(options_of, m
     assert (config.report_to, config.max_steps, config.scale_rewards) == ([], 3, "none")
     assert data.data_files == "train=a.jsonl,test=b.jsonl"
     assert config.generation_kwargs == {"num_beams": 1}
-    assert config.reward_weights == [1, -0.5, 1, 1]
+    assert config.reward_weights == [1, -1e-5, 1, 1]
     assert (config.share_prompts, config.shuffle_dataset, config.logging_steps) == ("on", False, 1)
     assert (rewards.reward_funcs, config.credit_rules) == (["accuracy"], ["token_weights"])
     assert os.environ["MY_PROJECT"] == "mine"

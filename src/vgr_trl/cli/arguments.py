@@ -390,6 +390,7 @@ class _Parser(HfArgumentParser):
             add_help=False,
             formatter_class=partial(_Formatter, max_help_position=32),
         )
+        self._negative_number_matcher = re.compile(r"-(\.?\d|inf)")  # argparse takes -1e-05 for a flag
         if command == "train":
             self.set_defaults(logging_steps=1)
         self.hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
