@@ -41,6 +41,7 @@ RESERVED = {"", PLACE, "completions", "prompts"}  # names that TRL or this libra
 NONE = "none"  # the name of no column: the data have none
 
 _NUMBERED = re.compile(r"<image\s*(\d+)>", re.IGNORECASE)
+_NUMBERED_COLUMN = re.compile(r"image_?\d+")
 _IMAGE_FILE = re.compile(r"[^\s]+\.(?:png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 # What \alpha, \beta, \theta, \vec, \frac and \rho begin with where the text of a list was written without care.
 _MISREAD = re.compile(r"[\a\b\t\v\f\r]")
@@ -396,7 +397,8 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     stated = {name: chosen[0] for name, chosen in keys.items() if chosen not in ((), KEYS[name])}
     missing = next((f"{name}_key is {column}" for name, column in stated.items() if not has(column)), None)
     features = rows.features or {}
-    image = next((name for name in names if is_media(features.get(name)) or _is_image_file(row[name])), None)
+    images = [name for name in names if is_media(features.get(name)) or _is_image_file(row[name])]
+    unread = [name for name in images if _NUMBERED_COLUMN.fullmatch(name) and name not in (*MEDIA, *keys["image"])]
     choices = next((name for name in names if _looks_like_options(row[name], answer)), None)
     if missing is not None and not is_part:
         problem = f"{missing}, which is not among them."
@@ -407,8 +409,11 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
         problem = "it needs `prompt`, or `problem` with `solution`; name the question column with --problem_key."
     elif needs_solution and not is_dialogue and not has_answer:
         problem = "the accuracy reward needs `solution`; name the answer column with --solution_key."
-    elif image is not None and keys["image"] and not has(*keys["image"], *keys["video"], *NUMBERED_IMAGES):
-        problem = f"`{image}` seems to hold images; give --image_key {image} or none, or rename it to `image`."
+    elif images and keys["image"] and not has(*keys["image"], *keys["video"], *NUMBERED_IMAGES):
+        problem = f"`{images[0]}` seems to hold images; give --image_key {images[0]} or none, or rename it to `image`."
+    elif unread and keys["image"]:
+        problem = f"`{unread[0]}` would not be read; number columns of images from image_1 to image_7, "
+        problem += "or give a list in `images`."
     elif choices is not None and needs_solution and keys["choices"] and not has(*keys["choices"]):
         problem = f"`{choices}` seems to hold the options, with the answer {answer} among them; give "
         problem += f"--choices_key {choices}, or --choices_key none for open questions."
