@@ -245,6 +245,8 @@ def test_an_answer_is_needed_only_where_it_is_read():
     with pytest.raises(DataError):
         read_row({"problem": "Which?"})
     read_row({"problem": "Which?"}, needs_answer=False)
+    complete = {"prompt": [{"role": "user", "content": "Which?"}], "choices": []}
+    assert read_row(complete, needs_answer=False).choices == []
 
 
 def test_a_reply_in_parts_is_the_answer():

@@ -111,12 +111,15 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question:
     if row.get(UNREADABLE) is not None:
         raise DataError(str(row[UNREADABLE]))
     try:
+        stated = value_of(row, *KEYS["choices"])
         row = _rename_known_formats(drop_empty_choices(row))
         prompt, replied, is_complete = _read_prompt(row)
         choices, answer = value_of(row, *KEYS["choices"]), value_of(row, *KEYS["solution"])
-        if needs_answer or not is_complete:  # else they are the user's own, for rewards of their own
+        if needs_answer or not is_complete:  # else they are the user's own, also empty, for rewards of their own
             choices = None if choices is None else options_of(choices)
             answer = _answer_of(row, choices)
+        elif choices is None:
+            choices = stated
         answer = replied if answer is None else answer
         right = resolve_solution(answer, choices) if needs_answer else None
         images, videos = images_of(row), videos_of(row)
@@ -377,7 +380,7 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
         is_part: whether further files, which may have the columns that flags name, are joined to these rows.
 
     Raises:
-        DataError: there is no row, or the columns are not understood; the message names the flag that would help.
+        DataError: there is no row, or the columns are not understood; the message has the cure.
     """
     row: Any = next((row for row in rows if row.get(UNREADABLE) is None), None) or next(iter(rows), None)
     if row is None:
