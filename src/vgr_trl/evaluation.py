@@ -1,5 +1,6 @@
 """Evaluate a model on questions: generate completions, grade them, and compute scores."""
 
+import asyncio
 import math
 import sys
 from collections import Counter, defaultdict
@@ -23,7 +24,7 @@ from vgr_trl.data.prompts import SYSTEM_PROMPT, build_prompt, placed
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.patching import evaluating, keep_random_state, patched_attribute
 from vgr_trl.rewards.answers import decode_with_tags, states_answer, usable_solution
-from vgr_trl.rewards.calling import check_callable, fit_arguments, reward_name
+from vgr_trl.rewards.calling import check_callable, reward_name, wrap_reward
 from vgr_trl.rewards.functions import accuracy_reward, think_format_reward
 from vgr_trl.rewards.phrases import normalise
 from vgr_trl.sharing.prefix_split import image_token_ids
@@ -87,7 +88,7 @@ def grade_completions(row: Mapping[str, Any], completions: list[str]) -> list[fl
 def compute_rewards(
     functions: Sequence[Any], rows: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], tokenizer: Any
 ) -> dict[str, list[float | None]]:
-    """Compute the rewards of the greedy completions of all rows, by function name.
+    """Compute the rewards of the greedy completions of rows, by function name, with the arguments of training.
 
     Args:
         functions: reward functions.
@@ -98,11 +99,21 @@ def compute_rewards(
     if not functions:
         return {}
     completions = [record["greedy"] for record in records]
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "image", "images")}
+    columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
+    columns |= {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
     columns["prompts"] = [row.get("prompt") for row in rows]
     columns["completions"] = [[{"role": "assistant", "content": text}] for text in completions]
     columns["completion_ids"] = tokenizer(completions, add_special_tokens=False)["input_ids"]
-    return {reward_name(function): list(function(**fit_arguments(function, columns))) for function in functions}
+    rewards: dict[str, list[float | None]] = {}
+    for function in functions:
+        name = reward_name(function)
+        values: Any = wrap_reward(function, name, _ignore)(**columns)
+        rewards[name] = asyncio.run(values) if asyncio.iscoroutine(values) else values
+    return rewards
+
+
+def _ignore(*values: Any) -> None:
+    """Log nothing."""
 
 
 @dataclass(frozen=True)
@@ -345,10 +356,12 @@ def evaluate(
             graded = [grade(*answers) for answers in zip(batch, greedy, sampled, strict=True)]
             if blind and not blank_images and any(map(images_of, batch)):
                 _add_blind_accuracy(generator, batch, graded, system_prompt)
+            with keep_random_state(model.device):
+                rewards = compute_rewards(reward_funcs, batch, graded, generator.tokenizer)
+            for name, values in rewards.items():
+                for record, value in zip(graded, values, strict=True):
+                    record.setdefault("rewards", {})[name] = value
             records += graded
-    for name, values in compute_rewards(reward_funcs, rows, records, generator.tokenizer).items():
-        for record, value in zip(records, values, strict=True):
-            record.setdefault("rewards", {})[name] = value
     return build_evaluation(records, None if group_by is None else [str(row[group_by]) for row in rows])
 
 

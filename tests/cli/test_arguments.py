@@ -49,7 +49,7 @@ def test_values_of_a_file_as_yaml_reads_them_and_flags_before_them(options_of, m
     assert (config.report_to, config.max_steps, config.scale_rewards) == ([], 3, "none")
     assert data.data_files == "train=a.jsonl,test=b.jsonl"
     assert config.generation_kwargs == {"num_beams": 1}
-    assert config.reward_weights == [1, -0.5, 1, 1]
+    assert config.reward_weights == [1, -1e-5, 1, 1]
     assert (config.share_prompts, config.shuffle_dataset, config.logging_steps) == ("on", False, 1)
     assert (rewards.reward_funcs, config.credit_rules) == (["accuracy"], ["token_weights"])
     assert os.environ["MY_PROJECT"] == "mine"
@@ -127,3 +127,11 @@ def test_spellings_of_other_scripts_set_the_options_they_stand_for(options_of, t
         options_of("out_dir: x\noutput_dir: y")
     with pytest.raises(ConfigError):
         DAPOConfig(out_dir="x", output_dir="y", use_cpu=True)
+
+
+@pytest.mark.parametrize("word", ["=False", "=0", " no"])
+def test_a_flag_switches_early_reward_weights_off(options_of, word):
+    flags = f"--use_segmented_reward_weights{word}".split()
+    file = "use_segmented_reward_weights: true\nearly_reward_weights: [1.0, 0.0]"
+    assert options_of(file, *flags)[2].early_reward_weights is None
+    assert options_of("beta: 0", *flags, "--early_reward_weights", "1", "0")[2].early_reward_weights is None

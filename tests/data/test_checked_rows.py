@@ -245,6 +245,19 @@ def test_an_answer_is_needed_only_where_it_is_read():
     with pytest.raises(DataError):
         read_row({"problem": "Which?"})
     read_row({"problem": "Which?"}, needs_answer=False)
+    complete = {"prompt": [{"role": "user", "content": "Which?"}], "choices": []}
+    assert read_row(complete, needs_answer=False).choices == []
+
+
+def test_a_reply_in_parts_is_the_answer():
+    """The rows of HuggingFaceH4/llava-instruct-mix-vsft."""
+    asked, shown = {"type": "text", "text": "How?", "index": None}, {"type": "image", "text": None, "index": 0}
+    reply = {"role": "assistant", "content": [{**asked, "text": "7"}]}
+    row = {"messages": [{"role": "user", "content": [asked, shown]}, reply], "images": ["a.png"]}
+    assert read_row(row).answer == "7"
+    reply["content"].append(shown)
+    with pytest.raises(DataError):
+        read_row(row)
 
 
 @BOTH

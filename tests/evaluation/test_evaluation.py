@@ -13,7 +13,16 @@ from transformers import AutoProcessor, GenerationConfig, PreTrainedTokenizerFas
 
 from vgr_trl.data.prompts import SYSTEM_PROMPT
 from vgr_trl.demo.demo import draw_questions
-from vgr_trl.evaluation import CompletionGenerator, Evaluation, blank_image, build_conversation, evaluate, print_scores
+from vgr_trl.errors import RewardError
+from vgr_trl.evaluation import (
+    CompletionGenerator,
+    Evaluation,
+    blank_image,
+    build_conversation,
+    compute_rewards,
+    evaluate,
+    print_scores,
+)
 
 ROWS = [
     {"problem": "what colour ?", "solution": colour, "family": family}
@@ -93,6 +102,28 @@ def test_interval_unparsable_and_majority_by_hand(tokenizer):
     assert result.majority == pytest.approx(2 / 3)
     assert (result.blind, result.mean_at_k, result.pass_at_k) == (None, None, None)
     assert result.rewards == {"letters_reward": pytest.approx(len("what colour") / 2)}
+
+
+def test_rewards_get_what_they_get_in_training(tokenizer):
+    async def shown_reward(completions, images, trainer_state, log_extra, log_metric, **columns):
+        log_metric("shown", 1.0)
+        log_extra("shown", [1.0])
+        return [float(len(shown)) for shown in images]
+
+    rows = [{**ROWS[0], "images": [Image.new("RGB", (8, 6))] * count} for count in (1, 2)]
+    records = [{"greedy": "red"}, {"greedy": "blue"}]
+    assert compute_rewards([shown_reward], rows, records, tokenizer) == {"shown_reward": [1.0, 2.0]}
+
+
+def test_a_reward_that_fails_stops_after_the_first_batch(tokenizer):
+    model = Scripted(tokenizer, SCRIPT)
+    with pytest.raises(RewardError, match="too_short"):
+        evaluate(model, tokenizer, ROWS, num_samples=0, batch_size=1, reward_funcs=[too_short], progress=False)
+    assert model.place[False] == 1
+
+
+def too_short(completions, **columns):
+    return []
 
 
 def test_a_narrow_terminal_shows_whole_columns(capsys, monkeypatch):

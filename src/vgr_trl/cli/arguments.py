@@ -390,6 +390,7 @@ class _Parser(HfArgumentParser):
             add_help=False,
             formatter_class=partial(_Formatter, max_help_position=32),
         )
+        self._negative_number_matcher = re.compile(r"-(\.?\d|inf)")  # argparse takes -1e-05 for a flag
         if command == "train":
             self.set_defaults(logging_steps=1)
         self.hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
@@ -403,7 +404,8 @@ class _Parser(HfArgumentParser):
             if name in self.options:
                 self._option_string_actions |= dict.fromkeys(_spellings(alias), self.options[name])
         if (loss := self.options.get("loss_type")) is not None:
-            self.add_argument(*_spellings(SEGMENTED), nargs="?", help=argparse.SUPPRESS)
+            hidden: dict[str, Any] = {"nargs": "?", "const": True, "help": argparse.SUPPRESS}
+            self.add_argument(*_spellings(SEGMENTED), type=string_to_bool, **hidden)
             read: Any = loss.type
             loss.type = lambda text: read(LOSS_TYPES.get(text, text))
         self.add_argument("--config")
@@ -425,6 +427,13 @@ class _Parser(HfArgumentParser):
                 section = self.stages.get(stage) or self.add_argument_group(f"{title} [{stage}]")
                 self.stages[stage], field.type = section, hints[name]
                 self._parse_dataclass_field(section, field)  # type: ignore[arg-type]
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        """Drop early weights that a flag switches off."""
+        known, rest = super().parse_known_args(*arguments, **options)
+        if vars(known).get(SEGMENTED) is False:
+            known.early_reward_weights = None
+        return known, rest
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Accept several numbers in a word, as in (0.5,2.0)."""

@@ -47,6 +47,7 @@ from vgr_trl.data.read_row import (
     KEYS,
     UNREADABLE,
     Keys,
+    drop_empty_choices,
     is_vision_only,
     list_of,
     read_row,
@@ -83,7 +84,7 @@ def _multiple_choice(row: Row, source: str) -> list[Row]:
     """Return a row with options, or a vision-only row of MMMU-Pro, or raise `DataError` for a row without options."""
     if is_vision_only(row):
         return [{**row, "source": f"{source} vision"}]
-    if value_of(row, *KEYS["choices"]) in (None, []):
+    if value_of(drop_empty_choices(row), *KEYS["choices"]) is None:
         raise DataError("it has no options")
     return [{**row, "source": source}]
 

@@ -67,9 +67,9 @@ def videos_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def listed(row: Mapping[str, Any], *names: str) -> list[Any]:
-    """Return the files in the first of the columns that has a value, a file or a list of files."""
-    value: Any = next((row[name] for name in names if row.get(name) is not None), [])
-    return list(value) if isinstance(value, list | tuple) else [value]
+    """Return the files in the first of the columns that has any: a file or a list of files."""
+    values = (row[name] for name in names if row.get(name) is not None)
+    return next(filter(None, (list(value) if isinstance(value, list | tuple) else [value] for value in values)), [])
 
 
 def folder_of(row: Mapping[str, Any], root: Path) -> Path:

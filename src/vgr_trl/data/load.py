@@ -35,7 +35,7 @@ from pyarrow.dataset import ParquetFragmentScanOptions
 from pyarrow.lib import ArrowException
 
 from vgr_trl.atomic_files import is_disk_full
-from vgr_trl.data.images import FOLDER, MEDIA, downloaded, path_within
+from vgr_trl.data.images import FOLDER, downloaded, images_of, path_within, videos_of
 from vgr_trl.data.prompts import PLACEHOLDER
 from vgr_trl.data.read_row import DIALOGUES, KEYS, REWARD_MODEL, UNREADABLE, undecoded
 from vgr_trl.errors import ConfigError, DataError, MissingSplitError, VGRError, error_text
@@ -196,7 +196,7 @@ def lift_nested(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(model, Mapping) and model.get("ground_truth") is not None:
         lifted[f"{REWARD_MODEL}.ground_truth"] = model["ground_truth"]
     name = next((name for name in ("prompt", *DIALOGUES) if isinstance(row.get(name), list)), None)
-    if name is None or any(row.get(column) is not None for column in MEDIA):
+    if name is None or images_of(row) or videos_of(row):
         return lifted
     images, turns = list[Any](), list[Any]()
     for turn in row[name]:

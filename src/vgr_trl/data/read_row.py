@@ -41,6 +41,7 @@ RESERVED = {"", PLACE, "completions", "prompts"}  # names that TRL or this libra
 NONE = "none"  # the name of no column: the data have none
 
 _NUMBERED = re.compile(r"<image\s*(\d+)>", re.IGNORECASE)
+_NUMBERED_COLUMN = re.compile(r"image_?\d+")
 _IMAGE_FILE = re.compile(r"[^\s]+\.(?:png|jpe?g|webp|bmp|gif|tiff?)", re.IGNORECASE)
 # What \alpha, \beta, \theta, \vec, \frac and \rho begin with where the text of a list was written without care.
 _MISREAD = re.compile(r"[\a\b\t\v\f\r]")
@@ -110,12 +111,15 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question:
     if row.get(UNREADABLE) is not None:
         raise DataError(str(row[UNREADABLE]))
     try:
-        row = _rename_known_formats(row)
+        stated = value_of(row, *KEYS["choices"])
+        row = _rename_known_formats(drop_empty_choices(row))
         prompt, replied, is_complete = _read_prompt(row)
         choices, answer = value_of(row, *KEYS["choices"]), value_of(row, *KEYS["solution"])
-        if needs_answer or not is_complete:  # else they are the user's own, for rewards of their own
-            choices = None if choices is None or choices == [] else options_of(choices)
+        if needs_answer or not is_complete:  # else they are the user's own, also empty, for rewards of their own
+            choices = None if choices is None else options_of(choices)
             answer = _answer_of(row, choices)
+        elif choices is None:
+            choices = stated
         answer = replied if answer is None else answer
         right = resolve_solution(answer, choices) if needs_answer else None
         images, videos = images_of(row), videos_of(row)
@@ -124,6 +128,11 @@ def read_row(row: Mapping[str, Any], *, needs_answer: bool = True) -> Question:
         return Question(prompt, choices, answer, right, is_complete, images, videos, source)
     except RewardError as error:
         raise DataError(str(error)) from error
+
+
+def drop_empty_choices(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without its columns of options that are `[]` or its text, as MMMU's open questions have them."""
+    return {name: value for name, value in row.items() if name not in KEYS["choices"] or str(value) != "[]"}
 
 
 def _rename_known_formats(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -195,7 +204,9 @@ def _read_prompt(row: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
         return turns, None, True
     is_question = len(turns) == 1 and isinstance(turns[0]["content"], str)
     question = turns[0]["content"] if is_question else turns
-    return question, replied if isinstance(replied, str) else None, turns[0]["role"] == "system"
+    parts = [] if replied is None else to_parts(replied)
+    is_text = parts and all(part.get("type") == "text" for part in parts)
+    return question, "".join(part["text"] for part in parts) if is_text else None, turns[0]["role"] == "system"
 
 
 def _is_content(value: Any) -> bool:
@@ -369,7 +380,7 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
         is_part: whether further files, which may have the columns that flags name, are joined to these rows.
 
     Raises:
-        DataError: there is no row, or the columns are not understood; the message names the flag that would help.
+        DataError: there is no row, or the columns are not understood; the message has the cure.
     """
     row: Any = next((row for row in rows if row.get(UNREADABLE) is None), None) or next(iter(rows), None)
     if row is None:
@@ -389,7 +400,8 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
     stated = {name: chosen[0] for name, chosen in keys.items() if chosen not in ((), KEYS[name])}
     missing = next((f"{name}_key is {column}" for name, column in stated.items() if not has(column)), None)
     features = rows.features or {}
-    image = next((name for name in names if is_media(features.get(name)) or _is_image_file(row[name])), None)
+    images = [name for name in names if is_media(features.get(name)) or _is_image_file(row[name])]
+    unread = [name for name in images if _NUMBERED_COLUMN.fullmatch(name) and name not in (*MEDIA, *keys["image"])]
     choices = next((name for name in names if _looks_like_options(row[name], answer)), None)
     if missing is not None and not is_part:
         problem = f"{missing}, which is not among them."
@@ -400,8 +412,11 @@ def require_columns(rows: Any, split: str, needs_solution: bool, keys: Keys = KE
         problem = "it needs `prompt`, or `problem` with `solution`; name the question column with --problem_key."
     elif needs_solution and not is_dialogue and not has_answer:
         problem = "the accuracy reward needs `solution`; name the answer column with --solution_key."
-    elif image is not None and keys["image"] and not has(*keys["image"], *keys["video"], *NUMBERED_IMAGES):
-        problem = f"`{image}` seems to hold images; give --image_key {image} or none, or rename it to `image`."
+    elif images and keys["image"] and not has(*keys["image"], *keys["video"], *NUMBERED_IMAGES):
+        problem = f"`{images[0]}` seems to hold images; give --image_key {images[0]} or none, or rename it to `image`."
+    elif unread and keys["image"]:
+        problem = f"`{unread[0]}` would not be read; number columns of images from image_1 to image_7, "
+        problem += "or give a list in `images`."
     elif choices is not None and needs_solution and keys["choices"] and not has(*keys["choices"]):
         problem = f"`{choices}` seems to hold the options, with the answer {answer} among them; give "
         problem += f"--choices_key {choices}, or --choices_key none for open questions."
