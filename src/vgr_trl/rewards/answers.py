@@ -136,11 +136,11 @@ _LETTER = (
     r"(?<![A-Za-z0-9_'’^\\=])(?:[A-J](?![A-Za-z0-9_'’^+]|\s?=)"
     r"(?![\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選项項是为正因和或对不错也で입]))|(?<=[(\[])[a-j](?=\s?[)\]]))"
 )
-_HEAD = re.compile(rf"[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:[).:。]|\Z)))[\s*_`\"'”)\]}}$]*")
+_HEAD = re.compile(rf"(?:-\s)?[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:[).:。]|\Z)))[\s*_`\"'”)\]}}$]*")
 _NAMED = re.compile(rf"(?:(?<![A-Za-z0-9])[(\[]\s?|\b(?:[Oo]ption|[Cc]hoice|[Ll]etter)\s[(\"'*]*|选项\s?)({_LETTER})")
 _NO_WORD = r"(?!\s+(?!(?:or|and|nor|is|are|was|because|since|as|which|with|but|then|here)\b)[A-Za-z]{2}|\s+[a-z]\b)"
 _OTHER = re.compile(rf"{_LETTER}(?:(?<![AI])|{_NO_WORD})")
-_LABEL_END = re.compile(r"(?:[)\]\s*_`.:;,。、]|[-–—]\s|\\[ ,;!]|~)+")
+_LABEL_END = re.compile(r"(?:[)\]\s*_`.:;,。、]|(?<![.:] )[-–—]\s|\\[ ,;!]|~)+")
 _STOP_BEHIND = re.compile(r"\s*(?:[.:)、。,;(!-]|\Z|because\b|since\b|因为|选项|项)")
 # A sentence that adds another answer to the one before
 _MORE = re.compile(
@@ -149,6 +149,7 @@ _MORE = re.compile(
 _TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no spaces
     r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!/]|\s+[-–—]\s|\s*$|\s+(?:or|and|in|on|at|with|for|from|of|as|[a-z]+ing)\b)|[\u4e00-\u9fff]"
 )
+_BULLET = re.compile(r"^-\s+(?!(?:sqrt|sin|cos|tan|log|ln|[a-z]{1,2}|[A-Z]+)?(?![^\W\d_]))|^-\s+(?=no\b|\d{4}-)")
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
 
 
@@ -237,7 +238,7 @@ def _read_part(text: str, match: re.Match[str]) -> str:
 
 def _read_line(rest: str) -> str:
     """Return the rest of a line, or the next line if it is empty; with the line behind if both are a list."""
-    line, _, further = re.sub(r"^(?:[\s:*_`\"'“]|-(?=\s)|\\[\[(]|\$\$?\s*\n)+", "", rest)[:_REACH].partition("\n")
+    line, _, further = re.sub(r"^(?:\n\s*-(?=\s)|[\s:*_`\"'“]|\\[\[(]|\$\$?\s*\n)+", "", rest)[:_REACH].partition("\n")
     following = further.lstrip().partition("\n")[0]
     line = line if "{" in line else re.split(r"(?:\"|(?<=[\]\d]))\s*(?:,\s*\"|\})", line)[0]  # JSON
     return f"{line}; {following}" if _ITEM.fullmatch(following) or _MORE.match(following) else line
@@ -252,6 +253,7 @@ def _is_list(lines: Sequence[str]) -> bool:
 def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the last line, the first if it begins with a letter, and the last sentence; a list of lines has none."""
     lines = [line for line in _COURTESY.sub("", text[-_REACH:]).splitlines() if re.search(r"[^\W_]", line)]
+    lines = [re.sub(r"^\s*-\s+", "", line) for line in lines]
     is_letter = lines and _ITEM.fullmatch(lines[-1]) and not any(map(_ITEM.fullmatch, lines[:-1]))  # behind a list
     is_listed = len({*map(strip_article, lines[-2:])} & {*map(strip_article, choices)}) > 1
     if not lines or is_listed or (not is_letter and _is_list(lines if len(text) < _REACH else lines[-2:])):
@@ -268,7 +270,7 @@ def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
     """Return the option that a part names: as a whole, by its letter, or by its text."""
-    text, whole = _LATEX.sub(r"\1", cut_fillers(re.sub(r"^-\s+", "", part.strip(MARKS)))), strip_wrapping(part)
+    text, whole = _LATEX.sub(r"\1", cut_fillers(part.strip(MARKS))), strip_wrapping(part)
     is_letter = whole.upper() in LETTERS[: len(choices)] or whole.endswith("?")
     named = None if is_letter else _find_same(whole, choices, exactly=True)
     if named is None or len(named) != 1:
@@ -371,7 +373,7 @@ def _compile_choice(choice: str) -> re.Pattern[str]:
 def _read_open(part: str, rule: str) -> Answer | None:
     """Return the open answer that a part states, or None. A line counts if it is short, or says Yes or No."""
     part = _first_sentence(part) if rule == "statement" else part
-    part = re.sub(r"^-\s+", "", strip_wrapping(part) if rule in ("box", "tag") else part)
+    part = _BULLET.sub("", strip_wrapping(part) if rule in ("box", "tag") else part)
     whole, is_long = strip_wrapping(part), len(part.split()) > _MAX_WORDS or len(part) > _MAX_LINE
     if rule == "confirmation" or not whole or (rule == "line" and is_long and not find_polarity(part)):
         return None

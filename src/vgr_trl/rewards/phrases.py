@@ -146,9 +146,9 @@ _NUMBER_WORDS = {word: number for words in (_ENGLISH, "零一二三四五六七�
 _NUMBER_WORDS["两"] = 2
 _WORD_PATTERN = "|".join(sorted(_NUMBER_WORDS, key=len, reverse=True))
 _NUMBER_WORD = re.compile(rf"(?:{_WORD_PATTERN})(?![A-Za-z0-9一二三四五六七八九十百千万亿点分-])", re.IGNORECASE)
-_FRACTION = re.compile(r"([+-]?)(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{?(\d+)\}?\s?\{?(\d+)\}?)")
+_FRACTION = re.compile(r"([+-]?)\s*(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{?(\d+)\}?\s?\{?(\d+)\}?)")
 _QUANTITY = re.compile(
-    r"(?:([+-])?([€£¥￥₹]|(?:US)?\\?\$|(?:USD|EUR|GBP|INR|CNY)(?= ?\d))\s?)?([+-])?"
+    r"(?:(?:([+-])\s*)?([€£¥￥₹]|(?:US)?\\?\$|(?:USD|EUR|GBP|INR|CNY)(?= ?\d))\s?)?(?:([+-])\s*)?"
     r"([1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
     r"(?:[eE]([+-]?\d{1,2})|\s?(?:×|\\times|\\cdot|[*·x])\s?10\s?\^\s?(-?\d{1,2}|\{\s?[+-]?\d{1,2}\s?\}))?(\s*)(\S.*)?",
     re.DOTALL,
@@ -242,7 +242,9 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
-_NUMBER = re.compile(rf"(?i)[-+$€£¥]{{0,2}}(?<![\w.(\[])\d(?:[\d.,:/]*\d)?|(?<![a-z-])(?:{_WORD_PATTERN})(?![a-z-])")
+_NUMBER = re.compile(
+    rf"(?i)(?:\A[-+]\s)?[-+$€£¥]{{0,2}}(?<![\w.(\[])\d(?:[\d.,:/]*\d)?|(?<![a-z-])(?:{_WORD_PATTERN})(?![a-z-])"
+)
 _NUMBER_END = re.compile(r"\((?!\d)|(?i:[ap]\.?m\b)|(?:in|on|at|for|from|with|by|who|that|when|according|left)\b")
 _REMARK = re.compile(  # behind an answer, in brackets
     r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)(?:[^()]*[a-z]{2}[^()]* [^()]*|[\d.,]+ ?[a-z%]+)\)[\s.*]*$"
