@@ -229,7 +229,7 @@ def _read_part(text: str, match: re.Match[str]) -> str:
     if has("supposes", clause) or has("denies", before) or has("others", before):
         return ""
     if match["statement"]:
-        part = _read_line(rest)
+        part = _read_line(_MARK_END.split(rest, maxsplit=1)[0])
         is_none = part.rstrip(MARKS).endswith("?") or has("supposes", _SENTENCE_END.split(part)[0])
         return "" if is_none or re.match(r"not\b(?!.*\bbut\b)", part) else part
     verb = _IS.search(clause.lower())
