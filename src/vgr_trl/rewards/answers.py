@@ -324,7 +324,7 @@ def _read_label(body: str, index: int, choices: Sequence[str]) -> set[int]:
     if own := _compile_choice(choices[index]).match(rest) if choices else None:
         body = rest[own.end() :]
     elif choices and rest:
-        segment = re.split(r"[。;,\n]|[.](?!\d)|\s[-–—]\s|\s\(", rest[:_REACH])[0]
+        segment = re.split(r"[。;,\n]|[.](?!\d)|\s[-–—]\s|\s\(", rest[:_REACH].lstrip("(["))[0].rstrip(")] ")
         same = _find_same(segment, choices) or _find_same(rest[:_REACH], choices)
         if same - {index} or (not same and is_value(segment) and is_value(choices[index])):
             return {index, -1}
