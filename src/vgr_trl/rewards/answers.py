@@ -4,6 +4,7 @@ The order of strength (docs/answers.md): the last explicit statement; else a lin
 sentence. A text is read without the reference. `phrases.py` reads clauses, and `equality.py` compares open answers.
 """
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -418,8 +419,9 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
     Args:
         solution: letter A–J, option text or 0-based index; without `choices` a letter, also as `(B)` or `B) blue`, or
             the open answer, text or number; or a text that states one of these, such as a worked solution that ends in
-            `\boxed{42}`. True and False are yes and no. A list of texts, or the JSON of one, holds several answers of
-            which each counts as right; a list of numbers is one answer. A string of digits is never an index.
+            `\boxed{42}`. True and False are yes and no. A list of texts, also as JSON or in Python's notation, holds
+            several answers of which each counts as right; a list of numbers is one answer. A string of digits is
+            never an index.
         choices: texts of the 2 to 10 options in the order of their letters; None for an open question.
         label_idx: used if `solution` is None; a number is always a 0-based index.
 
@@ -431,9 +433,10 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
     letters = tuple(LETTERS) if solution is None and not options and _is_number(label_idx) else ()
     solution = label_idx if solution is None else solution
     solution = to_python(solution)
-    if isinstance(solution, str) and solution.startswith('["'):  # a list, as tables of texts have it
-        with suppress(ValueError):
-            solution = json.loads(solution)
+    if isinstance(solution, str) and solution.startswith(('["', "['")):  # a list, as tables of texts have it
+        for parse in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError):
+                solution = parse(solution)
     accepted = list(solution) if isinstance(solution, list | tuple) and solution else [solution]
     if len(accepted) > 1 and all(map(_is_number, accepted)):  # a box, a point, a vector
         accepted = [f"[{', '.join(map(_to_text, accepted))}]"]
