@@ -100,22 +100,25 @@ _EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u2714\ufe0f]")
 
 # Words at which explicit statements are sought; then their forms, matched in lower case.
 _ANCHORS = """\\boxed <|begin_of_box <answer <final <conclusion #### box point_2d answer correct right best option
-choice choose pick select respuesta opción antwort resposta risposta réponse ответ 答 选 選 正 结 정답 الإجابة"""
+choice choose pick select respuesta opción antwort resposta risposta réponse ответ 答 选 選 正 结 回答 답
+الإجابة""".split()
+_ANCHORS += ["go with", "my final", "my answer", "the final", "the answer"]
 _MARKS, _A_TO_J = r"['\"*_]{0,4}", r"[(\"'“*]{0,4}[a-j](?![a-z])"
 _STATEMENT = re.compile(
     r"(?ma)(?P<box>\\boxed\s{0,9}\{|<\|begin_of_box\|>)|(?P<tag><(?:final_?)?(?:answer|conclusion)>)|(?P<hashes>####)"
     r"|(?P<statement>(?<![a-z])(?:answer|option|choice)s?(?: letter| number)?(?: (?:to|for|of|in|among|here|that)\b"
     rf"[^.\n:;?!]{{0,80}}?)?{_MARKS},? (?:is|are|was|should be|must be|will be|becomes)\b(?!n['’]t)"
     rf"|(?:answer|(?<=correct )option|choice|box(?:_2d)?|point_2d){_MARKS} ?(?::|=>?|->|→|- )"
-    rf"|(?:(?<=\bto )option|(?<![a-z])(?:choose|pick|select|go with))(?= (?:option |choice |answer )?{_A_TO_J})"
+    rf"|(?:(?<=\bto )option|(?<![a-z])(?:choose|pick|select)|(?:(?<=i['’]d )|(?<=i['’]ll )|(?<=let['’]s ))go with)"
+    rf"(?= (?:option |choice |answer )?{_A_TO_J})"
     rf"|(?:答案|结果|结论|(?<![^\s。,;【\[])答|正[确確]的?(?:选项|選項|选择|描述|说法))[】\]]?{_MARKS}"
     r"(?:应该?|應|就|只能|最终){0,2}(?:选择?|選|是|为|為|: ?|】|\])"
     rf"|[选選](?:择|擇|为|為|答案)? {{0,3}}:? {{0,3}}(?={_A_TO_J})"
     r"|(?:respuesta|opci[oó]n|antwort|r[ée]ponse|resposta|risposta|ответ|正解|回答|정답|답|الإجابة)"
     rf"(?: (?:corr\w+|finale?|الصحيحة))?{_MARKS} ?(?::|- |(?:es|lautet|ist|est|é|è)(?![a-z])(?: la?)?|は|은|هي))"
-    r"|(?P<confirmation>(?<![a-z])(?:correct|right|best|(?:my|as the|the) (?:final )?answer)\b(?: (?:answer|option)\b)?"
-    r"(?!,? (?:and so|as) (?:is|are)\b|\?| (?:only )?(?:if|when|is|to)\b| [a-z]+ (?:is|are|was)\b|:)"
-    r"|正[确確]的?(?:答案|选项)?|对(?=[。,.;!\s]|$))"
+    r"|(?P<confirmation>(?<![a-z])(?:correct|right|best|(?:my|the) (?:final )?answer(?! (?!because|since)[a-z]))\b"
+    r"(?: (?:answer|option)\b)?(?!,? (?:and so|as) (?:is|are)\b|\?| (?:only )?(?:if|when|is|to)\b"
+    r"| [a-z]+ (?:is|are|was)\b|:)|正[确確]的?(?:答案|选项)?)"
 )
 _IS = re.compile(r" (?:is|are|must be|should be|seems|as)(?: (?:\w+ly|the|indeed|also|most|only))* \Z")
 _MARK_END = re.compile(r"</?(?:final_?)?(?:answer|conclusion)>?|<\|end_of_box\|>", re.IGNORECASE)
@@ -194,7 +197,7 @@ def _find_explicit(text: str) -> Iterator[tuple[str, str]]:
     """Yield the rule and the content of explicit statements, the last one first; a joined pair is one content."""
     lowered = text.lower()
     latin = lowered.encode("ascii", "ignore").decode()  # of Chinese texts little is left to search
-    anchors = [anchor for anchor in _ANCHORS.split() if anchor in (latin if anchor.isascii() else lowered)]
+    anchors = [anchor for anchor in _ANCHORS if anchor in (latin if anchor.isascii() else lowered)]
     places = {place.start() for anchor in anchors for place in re.finditer(re.escape(anchor), lowered)}
     later, rule, last = 0, "", ""  # the statement behind
     for start in sorted(places, reverse=True)[:_MAX_PLACES]:

@@ -60,8 +60,9 @@ _REASON = re.compile(  # behind it
 _FILLER = re.compile(  # before an answer, and no part of it
     r"(?i)(?:so|thus|therefore|hence|then|well|okay|sure|result|i (?:think|believe|guess)(?: that)?|in (?:short|total)"
     r"|(?:it|this|that) (?:looks|seems|appears)(?: like| to be)?|(?:it|that|this|there|they|these|statement)(?:['’]s|"
-    r" (?:is|are|was|were))|assistant|option|choice|answer|letter|number|the(?= statement)|clearly|(?:most )?likely"
-    r"|probably|exactly|only|about|approximately|around|a total of)\b|(?:in \d{4}|(?:according to|based on|as \w+ in) "
+    r" (?:is|are|was|were))|assistant|option|choice|answer|letter|number|the(?= statement)|(?:clear|actual)ly"
+    r"|(?:most )?likely|probably|exactly|only|about|approximately|around|a total of)\b"
+    r"|(?:in \d{4}|(?:according to|based on|as \w+ in) "
     r"[^,.;]{1,40}),(?= \S)|因此|所以|综上所?述?|故|选项|選項|大约|约|[一总]?共有?|应该是|应为|图片?中共?有|这是|是|有"
 )
 
