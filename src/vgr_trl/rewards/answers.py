@@ -144,6 +144,9 @@ _HEAD = re.compile(rf"(?:-\s)?[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:
 _NAMED = re.compile(rf"(?:(?<![A-Za-z0-9])[(\[]\s?|\b(?:[Oo]ption|[Cc]hoice|[Ll]etter)\s[(\"'*]*|选项\s?)({_LETTER})")
 _NO_WORD = r"(?!\s+(?!(?:or|and|nor|is|are|was|because|since|as|which|with|but|then|here)\b)[A-Za-z]{2}|\s+[a-z]\b)"
 _OTHER = re.compile(rf"{_LETTER}(?:(?<![AI])|{_NO_WORD})")
+_TAKEN_BACK = re.compile(
+    rf"\. No,|[.,;!?]\s*(?i:(?:no,|no,? wait|wait|sorry|actually),? (?:i mean |it is )?)[(*]*{_OTHER.pattern}"
+)
 _LABEL_END = re.compile(r"(?:[)\]\s*_`.:;,。、]|(?<![.:] )[-–—]\s|\\[ ,;!]|~)+")
 _STOP_BEHIND = re.compile(r"\s*(?:[.:)、。,;(!-]|\Z|because\b|since\b|因为|选项|项)")
 # A sentence that adds another answer to the one before
@@ -333,7 +336,7 @@ def _read_label(body: str, index: int, choices: Sequence[str]) -> set[int]:
         if same - {index} or (not same and is_value(segment) and is_value(choices[index])):
             return {index, -1}
     first = cut_reason(f"x {_first_sentence(body)}")[2:]
-    if _is_denied(first, 0, 0) or has("bounds", first[:9]) or first[:1] == "+" or ". No," in body:
+    if _is_denied(first, 0, 0) or has("bounds", first[:9]) or first[:1] == "+" or _TAKEN_BACK.search(body):
         return set()
     is_joined = has("joins", first[:40]) or _JOINS.match(first)
     return {index, *(LETTERS.index(letter.upper()) for letter in _OTHER.findall(first))} | (

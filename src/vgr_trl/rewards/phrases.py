@@ -29,7 +29,8 @@ _KINDS = {  # English words, and parts of Chinese and other words
     "denies": """not no nobody nothing cannot never neither nor none without except anything unlikely wrong incorrect
 false eliminate eliminates excluded ruled nicht kein n't n’t ❌ ✗ 不 除了 非 排除 错 没 别 勿 未 ません 아니""",
     "supposes": "if unless whether suppose assume assuming doubt wonder case 如果 假如 假设 若 是否 怀疑",
-    "others": "another other previous initially earlier common says claims thinks thought people often 可能 其他 干扰",
+    "others": """another other previous initially earlier common says claims thinks thought people often least worst
+可能 其他 干扰""",
     "refuses": """else deny refuse unknown sorry unclear unable impossible mistake certain please used user depends
 insufficient moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多有 最少有 超过""",
     "bounds": """than least most up over under above below between fewer nearly almost before after until twice half
