@@ -63,6 +63,14 @@ def test_statement_of_an_open_answer():
     assert accuracy_reward(wrong, ["12"] * len(wrong)) == [0.0] * len(wrong)
 
 
+@pytest.mark.parametrize("frame", [r"\boxed{%s}", "<answer>%s</answer>", "#### %s", "The answer is %s.", "Answer: %s"])
+def test_a_minus_before_a_space_is_a_sign_and_before_a_letter_or_word_a_bullet(frame):
+    signed, choices = [frame % "- 7"] * 2, ["-7", "7"]
+    assert accuracy_reward(signed, choices) == accuracy_reward(signed, [0, 1], [choices] * 2) == [1.0, 0.0]
+    assert [stated(frame % f"- {text}") for text in ("B", "(B)", "B. green", "**B**", "green")] == ["B"] * 5
+    assert accuracy_reward([f"B. {frame % 'B. - 7'}"], ["B"], [["7", "-7"]]) == [1.0]
+
+
 def test_what_is_withdrawn_supposed_or_joined_states_nothing():
     texts = CLAIMS["none"]
     found = zip(texts, accuracy_reward(texts, ["7"] * len(texts)), strict=True)

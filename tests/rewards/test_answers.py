@@ -44,6 +44,8 @@ def test_right_option(solution, choices, index):
         ("We multiply. So we get $\\boxed{42}$.", None, Solution("42")), ("6 / 2 = 3\n#### 3", None, Solution("3")),
         ("It is a dog.\nAnswer: B", None, Solution("B", (), 1)),
         (["two", "2", "two"], None, Solution("two", others=(Solution("2"),))),
+        *[(text, None, Solution("two", others=(Solution("2"),))) for text in ("['two', '2']", '["two", "2"]')],
+        ("['it\\'s', 2", None, Solution("['it\\'s', 2")),
         ([14, 14, 42.5], None, Solution("[14, 14, 42.5]")), ([14], None, Solution("14")),
         (None, np.int64(2), Solution("C", (), 2)),
         (None, "2", Solution("2")), ("E. coli", None, Solution("E. coli")), ("A+", None, Solution("A+")),

@@ -4,6 +4,7 @@ The order of strength (docs/answers.md): the last explicit statement; else a lin
 sentence. A text is read without the reference. `phrases.py` reads clauses, and `equality.py` compares open answers.
 """
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,22 +100,25 @@ _EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u26ff\u2705\u2714\ufe0f]")
 
 # Words at which explicit statements are sought; then their forms, matched in lower case.
 _ANCHORS = """\\boxed <|begin_of_box <answer <final <conclusion #### box point_2d answer correct right best option
-choice choose pick select respuesta opción antwort resposta risposta réponse ответ 答 选 選 正 结 정답 الإجابة"""
+choice choose pick select respuesta opción antwort resposta risposta réponse ответ 答 选 選 正 结 回答 답
+الإجابة""".split()
+_ANCHORS += ["go with", "my final", "my answer", "the final", "the answer"]
 _MARKS, _A_TO_J = r"['\"*_]{0,4}", r"[(\"'“*]{0,4}[a-j](?![a-z])"
 _STATEMENT = re.compile(
     r"(?ma)(?P<box>\\boxed\s{0,9}\{|<\|begin_of_box\|>)|(?P<tag><(?:final_?)?(?:answer|conclusion)>)|(?P<hashes>####)"
     r"|(?P<statement>(?<![a-z])(?:answer|option|choice)s?(?: letter| number)?(?: (?:to|for|of|in|among|here|that)\b"
     rf"[^.\n:;?!]{{0,80}}?)?{_MARKS},? (?:is|are|was|should be|must be|will be|becomes)\b(?!n['’]t)"
     rf"|(?:answer|(?<=correct )option|choice|box(?:_2d)?|point_2d){_MARKS} ?(?::|=>?|->|→|- )"
-    rf"|(?:(?<=\bto )option|(?<![a-z])(?:choose|pick|select|go with))(?= (?:option |choice |answer )?{_A_TO_J})"
+    rf"|(?:(?<=\bto )option|(?<![a-z])(?:choose|pick|select)|(?:(?<=i['’]d )|(?<=i['’]ll )|(?<=let['’]s ))go with)"
+    rf"(?= (?:option |choice |answer )?{_A_TO_J})"
     rf"|(?:答案|结果|结论|(?<![^\s。,;【\[])答|正[确確]的?(?:选项|選項|选择|描述|说法))[】\]]?{_MARKS}"
     r"(?:应该?|應|就|只能|最终){0,2}(?:选择?|選|是|为|為|: ?|】|\])"
     rf"|[选選](?:择|擇|为|為|答案)? {{0,3}}:? {{0,3}}(?={_A_TO_J})"
     r"|(?:respuesta|opci[oó]n|antwort|r[ée]ponse|resposta|risposta|ответ|正解|回答|정답|답|الإجابة)"
     rf"(?: (?:corr\w+|finale?|الصحيحة))?{_MARKS} ?(?::|- |(?:es|lautet|ist|est|é|è)(?![a-z])(?: la?)?|は|은|هي))"
-    r"|(?P<confirmation>(?<![a-z])(?:correct|right|best|(?:my|as the|the) (?:final )?answer)\b(?: (?:answer|option)\b)?"
-    r"(?!,? (?:and so|as) (?:is|are)\b|\?| (?:only )?(?:if|when|is|to)\b| [a-z]+ (?:is|are|was)\b|:)"
-    r"|正[确確]的?(?:答案|选项)?|对(?=[。,.;!\s]|$))"
+    r"|(?P<confirmation>(?<![a-z])(?:correct|right|best|(?:my|the) (?:final )?answer(?! (?!because|since)[a-z]))\b"
+    r"(?: (?:answer|option)\b)?(?!,? (?:and so|as) (?:is|are)\b|\?| (?:only )?(?:if|when|is|to)\b"
+    r"| [a-z]+ (?:is|are|was)\b|:)|正[确確]的?(?:答案|选项)?)"
 )
 _IS = re.compile(r" (?:is|are|must be|should be|seems|as)(?: (?:\w+ly|the|indeed|also|most|only))* \Z")
 _MARK_END = re.compile(r"</?(?:final_?)?(?:answer|conclusion)>?|<\|end_of_box\|>", re.IGNORECASE)
@@ -136,11 +140,14 @@ _LETTER = (
     r"(?<![A-Za-z0-9_'’^\\=])(?:[A-J](?![A-Za-z0-9_'’^+]|\s?=)"
     r"(?![\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3](?<![选選项項是为正因和或对不错也で입]))|(?<=[(\[])[a-j](?=\s?[)\]]))"
 )
-_HEAD = re.compile(rf"[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:[).:。]|\Z)))[\s*_`\"'”)\]}}$]*")
+_HEAD = re.compile(rf"(?:-\s)?[\s*_`\"'“$(\[{{]*({_LETTER}|[a-j](?=[*_`\s]*(?:[).:。]|\Z)))[\s*_`\"'”)\]}}$]*")
 _NAMED = re.compile(rf"(?:(?<![A-Za-z0-9])[(\[]\s?|\b(?:[Oo]ption|[Cc]hoice|[Ll]etter)\s[(\"'*]*|选项\s?)({_LETTER})")
 _NO_WORD = r"(?!\s+(?!(?:or|and|nor|is|are|was|because|since|as|which|with|but|then|here)\b)[A-Za-z]{2}|\s+[a-z]\b)"
 _OTHER = re.compile(rf"{_LETTER}(?:(?<![AI])|{_NO_WORD})")
-_LABEL_END = re.compile(r"(?:[)\]\s*_`.:;,。、]|[-–—]\s|\\[ ,;!]|~)+")
+_TAKEN_BACK = re.compile(
+    rf"\. No,|[.,;!?]\s*(?i:(?:no,|no,? wait|wait|sorry|actually),? (?:i mean |it is )?)[(*]*{_OTHER.pattern}"
+)
+_LABEL_END = re.compile(r"(?:[)\]\s*_`.:;,。、]|(?<![.:] )[-–—]\s|\\[ ,;!]|~)+")
 _STOP_BEHIND = re.compile(r"\s*(?:[.:)、。,;(!-]|\Z|because\b|since\b|因为|选项|项)")
 # A sentence that adds another answer to the one before
 _MORE = re.compile(
@@ -149,6 +156,7 @@ _MORE = re.compile(
 _TEXT_END = re.compile(  # of an option's text in a sentence; ideographs have no spaces
     r"[)\]*_`\"'”]{0,4}(?:\s*[.:)、。,;(!/]|\s+[-–—]\s|\s*$|\s+(?:or|and|in|on|at|with|for|from|of|as|[a-z]+ing)\b)|[\u4e00-\u9fff]"
 )
+_BULLET = re.compile(r"^-\s+(?!(?:sqrt|sin|cos|tan|log|ln|[a-z]{1,2}|[A-Z]+)?(?![^\W\d_]))|^-\s+(?=no\b|\d{4}-)")
 _LATEX = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{([^{}]*)\}|\\[()\[\]]|\$")
 
 
@@ -192,7 +200,7 @@ def _find_explicit(text: str) -> Iterator[tuple[str, str]]:
     """Yield the rule and the content of explicit statements, the last one first; a joined pair is one content."""
     lowered = text.lower()
     latin = lowered.encode("ascii", "ignore").decode()  # of Chinese texts little is left to search
-    anchors = [anchor for anchor in _ANCHORS.split() if anchor in (latin if anchor.isascii() else lowered)]
+    anchors = [anchor for anchor in _ANCHORS if anchor in (latin if anchor.isascii() else lowered)]
     places = {place.start() for anchor in anchors for place in re.finditer(re.escape(anchor), lowered)}
     later, rule, last = 0, "", ""  # the statement behind
     for start in sorted(places, reverse=True)[:_MAX_PLACES]:
@@ -228,7 +236,7 @@ def _read_part(text: str, match: re.Match[str]) -> str:
     if has("supposes", clause) or has("denies", before) or has("others", before):
         return ""
     if match["statement"]:
-        part = _read_line(rest)
+        part = _read_line(_MARK_END.split(rest, maxsplit=1)[0])
         is_none = part.rstrip(MARKS).endswith("?") or has("supposes", _SENTENCE_END.split(part)[0])
         return "" if is_none or re.match(r"not\b(?!.*\bbut\b)", part) else part
     verb = _IS.search(clause.lower())
@@ -237,7 +245,7 @@ def _read_part(text: str, match: re.Match[str]) -> str:
 
 def _read_line(rest: str) -> str:
     """Return the rest of a line, or the next line if it is empty; with the line behind if both are a list."""
-    line, _, further = re.sub(r"^(?:[\s:*_`\"'“]|-(?=\s)|\\[\[(]|\$\$?\s*\n)+", "", rest)[:_REACH].partition("\n")
+    line, _, further = re.sub(r"^(?:\n\s*-(?=\s)|[\s:*_`\"'“]|\\[\[(]|\$\$?\s*\n)+", "", rest)[:_REACH].partition("\n")
     following = further.lstrip().partition("\n")[0]
     line = line if "{" in line else re.split(r"(?:\"|(?<=[\]\d]))\s*(?:,\s*\"|\})", line)[0]  # JSON
     return f"{line}; {following}" if _ITEM.fullmatch(following) or _MORE.match(following) else line
@@ -252,6 +260,7 @@ def _is_list(lines: Sequence[str]) -> bool:
 def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the last line, the first if it begins with a letter, and the last sentence; a list of lines has none."""
     lines = [line for line in _COURTESY.sub("", text[-_REACH:]).splitlines() if re.search(r"[^\W_]", line)]
+    lines = [re.sub(r"^\s*-\s+", "", line) for line in lines]
     is_letter = lines and _ITEM.fullmatch(lines[-1]) and not any(map(_ITEM.fullmatch, lines[:-1]))  # behind a list
     is_listed = len({*map(strip_article, lines[-2:])} & {*map(strip_article, choices)}) > 1
     if not lines or is_listed or (not is_letter and _is_list(lines if len(text) < _REACH else lines[-2:])):
@@ -268,7 +277,7 @@ def _find_plain(text: str, choices: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _read_option(part: str, rule: str, choices: Sequence[str]) -> Answer | None:
     """Return the option that a part names: as a whole, by its letter, or by its text."""
-    text, whole = _LATEX.sub(r"\1", cut_fillers(re.sub(r"^-\s+", "", part.strip(MARKS)))), strip_wrapping(part)
+    text, whole = _LATEX.sub(r"\1", cut_fillers(part.strip(MARKS))), strip_wrapping(part)
     is_letter = whole.upper() in LETTERS[: len(choices)] or whole.endswith("?")
     named = None if is_letter else _find_same(whole, choices, exactly=True)
     if named is None or len(named) != 1:
@@ -322,12 +331,12 @@ def _read_label(body: str, index: int, choices: Sequence[str]) -> set[int]:
     if own := _compile_choice(choices[index]).match(rest) if choices else None:
         body = rest[own.end() :]
     elif choices and rest:
-        segment = re.split(r"[。;,\n]|[.](?!\d)|\s[-–—]\s|\s\(", rest[:_REACH])[0]
+        segment = re.split(r"[。;,\n]|[.](?!\d)|\s[-–—]\s|\s\(", rest[:_REACH].lstrip("(["))[0].rstrip(")] ")
         same = _find_same(segment, choices) or _find_same(rest[:_REACH], choices)
         if same - {index} or (not same and is_value(segment) and is_value(choices[index])):
             return {index, -1}
     first = cut_reason(f"x {_first_sentence(body)}")[2:]
-    if _is_denied(first, 0, 0) or has("bounds", first[:9]) or first[:1] == "+" or ". No," in body:
+    if _is_denied(first, 0, 0) or has("bounds", first[:9]) or first[:1] == "+" or _TAKEN_BACK.search(body):
         return set()
     is_joined = has("joins", first[:40]) or _JOINS.match(first)
     return {index, *(LETTERS.index(letter.upper()) for letter in _OTHER.findall(first))} | (
@@ -371,7 +380,7 @@ def _compile_choice(choice: str) -> re.Pattern[str]:
 def _read_open(part: str, rule: str) -> Answer | None:
     """Return the open answer that a part states, or None. A line counts if it is short, or says Yes or No."""
     part = _first_sentence(part) if rule == "statement" else part
-    part = re.sub(r"^-\s+", "", strip_wrapping(part) if rule in ("box", "tag") else part)
+    part = _BULLET.sub("", strip_wrapping(part) if rule in ("box", "tag") else part)
     whole, is_long = strip_wrapping(part), len(part.split()) > _MAX_WORDS or len(part) > _MAX_LINE
     if rule == "confirmation" or not whole or (rule == "line" and is_long and not find_polarity(part)):
         return None
@@ -416,8 +425,9 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
     Args:
         solution: letter A–J, option text or 0-based index; without `choices` a letter, also as `(B)` or `B) blue`, or
             the open answer, text or number; or a text that states one of these, such as a worked solution that ends in
-            `\boxed{42}`. True and False are yes and no. A list of texts, or the JSON of one, holds several answers of
-            which each counts as right; a list of numbers is one answer. A string of digits is never an index.
+            `\boxed{42}`. True and False are yes and no. A list of texts, also as JSON or in Python's notation, holds
+            several answers of which each counts as right; a list of numbers is one answer. A string of digits is
+            never an index.
         choices: texts of the 2 to 10 options in the order of their letters; None for an open question.
         label_idx: used if `solution` is None; a number is always a 0-based index.
 
@@ -429,9 +439,10 @@ def resolve_solution(solution: Any, choices: Any = None, label_idx: Any = None) 
     letters = tuple(LETTERS) if solution is None and not options and _is_number(label_idx) else ()
     solution = label_idx if solution is None else solution
     solution = to_python(solution)
-    if isinstance(solution, str) and solution.startswith('["'):  # a list, as tables of texts have it
-        with suppress(ValueError):
-            solution = json.loads(solution)
+    if isinstance(solution, str) and solution.startswith(('["', "['")):  # a list, as tables of texts have it
+        for parse in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError):
+                solution = parse(solution)
     accepted = list(solution) if isinstance(solution, list | tuple) and solution else [solution]
     if len(accepted) > 1 and all(map(_is_number, accepted)):  # a box, a point, a vector
         accepted = [f"[{', '.join(map(_to_text, accepted))}]"]

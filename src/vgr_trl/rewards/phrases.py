@@ -29,7 +29,8 @@ _KINDS = {  # English words, and parts of Chinese and other words
     "denies": """not no nobody nothing cannot never neither nor none without except anything unlikely wrong incorrect
 false eliminate eliminates excluded ruled nicht kein n't n’t ❌ ✗ 不 除了 非 排除 错 没 别 勿 未 ません 아니""",
     "supposes": "if unless whether suppose assume assuming doubt wonder case 如果 假如 假设 若 是否 怀疑",
-    "others": "another other previous initially earlier common says claims thinks thought people often 可能 其他 干扰",
+    "others": """another other previous initially earlier common says claims thinks thought people often least worst
+可能 其他 干扰""",
     "refuses": """else deny refuse unknown sorry unclear unable impossible mistake certain please used user depends
 insufficient moins mindestens 无法 难以 不清楚 请 也可能 要么 还是 吗 抱歉 至少 至多 最多有 最少有 超过""",
     "bounds": """than least most up over under above below between fewer nearly almost before after until twice half
@@ -60,8 +61,9 @@ _REASON = re.compile(  # behind it
 _FILLER = re.compile(  # before an answer, and no part of it
     r"(?i)(?:so|thus|therefore|hence|then|well|okay|sure|result|i (?:think|believe|guess)(?: that)?|in (?:short|total)"
     r"|(?:it|this|that) (?:looks|seems|appears)(?: like| to be)?|(?:it|that|this|there|they|these|statement)(?:['’]s|"
-    r" (?:is|are|was|were))|assistant|option|choice|answer|letter|number|the(?= statement)|clearly|(?:most )?likely"
-    r"|probably|exactly|only|about|approximately|around|a total of)\b|(?:in \d{4}|(?:according to|based on|as \w+ in) "
+    r" (?:is|are|was|were))|assistant|option|choice|answer|letter|number|the(?= statement)|(?:clear|actual)ly"
+    r"|(?:most )?likely|probably|exactly|only|about|approximately|around|a total of)\b"
+    r"|(?:in \d{4}|(?:according to|based on|as \w+ in) "
     r"[^,.;]{1,40}),(?= \S)|因此|所以|综上所?述?|故|选项|選項|大约|约|[一总]?共有?|应该是|应为|图片?中共?有|这是|是|有"
 )
 
@@ -146,9 +148,9 @@ _NUMBER_WORDS = {word: number for words in (_ENGLISH, "零一二三四五六七�
 _NUMBER_WORDS["两"] = 2
 _WORD_PATTERN = "|".join(sorted(_NUMBER_WORDS, key=len, reverse=True))
 _NUMBER_WORD = re.compile(rf"(?:{_WORD_PATTERN})(?![A-Za-z0-9一二三四五六七八九十百千万亿点分-])", re.IGNORECASE)
-_FRACTION = re.compile(r"([+-]?)(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{?(\d+)\}?\s?\{?(\d+)\}?)")
+_FRACTION = re.compile(r"([+-]?)\s*(?:(\d+)\s)?(?:(\d+)\s?/\s?(\d+)|\\[dt]?frac\s?\{?(\d+)\}?\s?\{?(\d+)\}?)")
 _QUANTITY = re.compile(
-    r"(?:([+-])?([€£¥￥₹]|(?:US)?\\?\$|(?:USD|EUR|GBP|INR|CNY)(?= ?\d))\s?)?([+-])?"
+    r"(?:(?:([+-])\s*)?([€£¥￥₹]|(?:US)?\\?\$|(?:USD|EUR|GBP|INR|CNY)(?= ?\d))\s?)?(?:([+-])\s*)?"
     r"([1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
     r"(?:[eE]([+-]?\d{1,2})|\s?(?:×|\\times|\\cdot|[*·x])\s?10\s?\^\s?(-?\d{1,2}|\{\s?[+-]?\d{1,2}\s?\}))?(\s*)(\S.*)?",
     re.DOTALL,
@@ -242,7 +244,9 @@ def read_quantity(text: str) -> Quantity | None:
 
 
 _BOLD = re.compile(r"\*\*(.+?)\*\*(?!\s*:)|\\\((.+?)\\\)|\$([^$]+)\$|[“「\"](.+?)[”」\"]")
-_NUMBER = re.compile(rf"(?i)[-+$€£¥]{{0,2}}(?<![\w.(\[])\d(?:[\d.,:/]*\d)?|(?<![a-z-])(?:{_WORD_PATTERN})(?![a-z-])")
+_NUMBER = re.compile(
+    rf"(?i)(?:\A[-+]\s)?[-+$€£¥]{{0,2}}(?<![\w.(\[])\d(?:[\d.,:/]*\d)?|(?<![a-z-])(?:{_WORD_PATTERN})(?![a-z-])"
+)
 _NUMBER_END = re.compile(r"\((?!\d)|(?i:[ap]\.?m\b)|(?:in|on|at|for|from|with|by|who|that|when|according|left)\b")
 _REMARK = re.compile(  # behind an answer, in brackets
     r"(?<=\w)(\*{0,2}) ?\((?!or\b|alternatively|maybe|或|也)(?:[^()]*[a-z]{2}[^()]* [^()]*|[\d.,]+ ?[a-z%]+)\)[\s.*]*$"
