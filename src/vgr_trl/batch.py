@@ -46,6 +46,11 @@ def token_axes(name: str) -> tuple[bool, bool]:
     return name in _PROMPT_COLUMNS or name in TOKEN_TYPES, of_completion or name in TOKEN_TYPES
 
 
+def per_token(advantages: Tensor) -> Tensor:
+    """Return advantages (N,) as (N, 1); a critic's advantages are (N, T) already."""
+    return advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+
+
 @dataclass(eq=False)  # tensors do not compare to a bool
 class Batch:
     """N completions of T tokens behind prompts of P tokens.

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vgr_trl import registries
+from vgr_trl.batch import per_token
 from vgr_trl.config import RULES, CreditOptions
 from vgr_trl.errors import ConfigError, DataError
 from vgr_trl.metrics.step_metrics import Gather, Totals, add_weights
@@ -193,11 +194,6 @@ def _keep_largest(
     smallest = torch.cat([scores.masked_fill(~chosen, torch.inf), ceiling], dim=1).amin(dim=1)  # (N,)
     totals.add_mean(f"{score_name}_threshold", smallest, chosen.any(dim=1))
     return kept
-
-
-def per_token(advantages: Tensor) -> Tensor:
-    """Return advantages (N,) as (N, 1); a critic's advantages are (N, T) already."""
-    return advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
 
 
 def _plugin_weights(

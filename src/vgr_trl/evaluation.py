@@ -341,8 +341,7 @@ def evaluate(
         DataError: no row has a usable solution, or there are no images to blank.
     """
     _check_questions(rows, group_by, blank_images)
-    for function in reward_funcs:
-        check_callable(function, rows[0])
+    _check_rewards(reward_funcs, rows[0])
     generator = CompletionGenerator(model, processor, max_completion_length)
     title = "evaluate (blank images)" if blank_images else "evaluate"
     records: list[dict[str, Any]] = []
@@ -358,11 +357,15 @@ def evaluate(
                 _add_blind_accuracy(generator, batch, graded, system_prompt)
             with keep_random_state(model.device):
                 rewards = compute_rewards(reward_funcs, batch, graded, generator.tokenizer)
-            for name, values in rewards.items():
-                for record, value in zip(graded, values, strict=True):
-                    record.setdefault("rewards", {})[name] = value
+            for place, record in enumerate(graded):
+                record |= {"rewards": {name: values[place] for name, values in rewards.items()}} if rewards else {}
             records += graded
     return build_evaluation(records, None if group_by is None else [str(row[group_by]) for row in rows])
+
+
+def _check_rewards(functions: Sequence[Any], row: Mapping[str, Any]) -> None:
+    for function in functions:
+        check_callable(function, row)
 
 
 def _check_questions(rows: Sequence[Mapping[str, Any]], group_by: str | None, blank_images: bool) -> None:

@@ -12,13 +12,12 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from vgr_trl.batch import Batch, Prompts, pad_rows
+from vgr_trl.batch import Batch, Prompts, pad_rows, per_token
 from vgr_trl.batching import ContinuousBatching
 from vgr_trl.callbacks.stopping import FiniteUpdates, SaveOnTermination
 from vgr_trl.callbacks.trackers import evaluation_prefix, guard_trackers, print_lines
 from vgr_trl.checkpoints import MovingReference, ResumableTrainer
 from vgr_trl.config import why_no_engine
-from vgr_trl.credit import per_token
 from vgr_trl.critic import Critic
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, drop_long_prompts, is_repeatable, pop_replaced

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from trl.models.utils import disable_gradient_checkpointing
 
-from vgr_trl.batch import Batch, make_completions_causal
-from vgr_trl.credit import per_token
+from vgr_trl.batch import Batch, make_completions_causal, per_token
 from vgr_trl.errors import NotFiniteError
 from vgr_trl.pixels import drop_empty_images, has_images
 from vgr_trl.run import Features, Run

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers.utils import logging
 
 from vgr_trl.advantages import estimate_advantages, group_spread
-from vgr_trl.batch import Placement
+from vgr_trl.batch import Placement, per_token
 from vgr_trl.checkpoints import SavedState
-from vgr_trl.credit import masked_mean, per_token
+from vgr_trl.credit import masked_mean
 from vgr_trl.dapo_config import DAPOConfig
 from vgr_trl.data.checked_rows import ReadOnce, is_repeatable, pop_replaced
 from vgr_trl.data.images import ORIGINAL_IMAGES, images_of

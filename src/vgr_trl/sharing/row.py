@@ -342,8 +342,8 @@ def _number_images(inputs: Mapping[str, Any], text: Any, tokens: Tensor) -> Tens
         return None
     require("flash" not in text._attn_implementation, "flash attention to images that see themselves")
     if text.model_type == "gemma4_text":  # before transformers 5.17 not in windowed layers alone
-        known = hasattr(sys.modules["transformers.models.gemma4.modeling_gemma4"], "create_masks_for_vision_model")
-        require(known, "images that see themselves in every layer")
+        known = vars(sys.modules["transformers.models.gemma4.modeling_gemma4"])
+        require("create_masks_for_vision_model" in known, "images that see themselves in every layer")
     is_image = torch.isin(types, types.new_tensor(kinds))  # (B, S)
     begins = is_image & ~pad(is_image, (1, 0))[:, :-1]
     return torch.where(is_image, begins.cumsum(1), -1).flatten()[tokens]
