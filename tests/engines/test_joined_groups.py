@@ -53,6 +53,6 @@ def test_a_configuration_of_deepspeed_as_a_file(run, tmp_path):
     """Its `auto` is filled with the numbers of the options when they are made."""
     (tmp_path / "ds.json").write_text(json.dumps(FILE))
     options = {**TWO, "lora": True, "deepspeed": str(tmp_path / "ds.json")}
-    found, moved = run("zero2", "file", engines.DEEPSPEED, **options)
+    found, moved = run("zero2", "file", engines.VARIABLES["zero2 file"], **options)
     check(run, found, moved, lora=True)
     assert (found["engine"], found["micro_batch"]) == ("zero2", [4, 1])
