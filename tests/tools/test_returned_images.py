@@ -1,3 +1,4 @@
+import itertools
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -56,6 +57,18 @@ class Scene:
             wide: its width.
         """
         return look(wide)
+
+
+def test_completions_of_a_prompt_may_be_shown_images_of_their_own(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    widths = itertools.cycle((56, 112))
+    monkeypatch.setattr(Scene, "reset", lambda self, **row: look(next(widths)))
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in ("red", "blue")])
+    trainer = tool_trainer(model_folder, rows, tmp_path / "run", environment_factory=Scene, rollout_log_steps=1,
+                           enable_perception_filtering=True, deal=partial(deal_turns, turns=(1, 1, 1, 1)))  # fmt: skip
+    rollout = rollout_of(trainer)
+    sizes = [[image.size for image in rollout.perturbed_images[row]] for row in range(8)]
+    assert sizes == [[image.size for image in of_row] for of_row in rollout.turns.images]
 
 
 class Picture:

@@ -109,19 +109,16 @@ def perturb_turns(
     Args:
         turns: images of prompts and tools.
         rows: numbers of the rows.
-        numbers: one number per row; rows with the same perturbed images of the prompt share it, over all processes.
+        numbers: one number per row, from which perturbations are drawn; completions of a prompt share it.
         which: perturb `all` images, or only those of the `prompt` or of `tools`.
         perturb: returns perturbed images, given their number and the place of the first image in the row.
     """
-    of_prompts: dict[int, list[Image.Image]] = {}
     shown = []
     for row, number in zip(rows, numbers, strict=True):
         of_row = turns.images[row]
         images, count = [*of_row], len(of_row) - len(turns.returned[row])
         if which != "tools":
-            if number not in of_prompts:
-                of_prompts[number] = perturb(images[:count], index=number)
-            images[:count] = of_prompts[number]
+            images[:count] = perturb(images[:count], index=number)
         if which != "prompt":
             images[count:] = perturb(images[count:], index=number, first=count)
         if which == "all" and count:
