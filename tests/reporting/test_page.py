@@ -1,6 +1,7 @@
 import base64
 import itertools
 import json
+import math
 import random
 import re
 import zlib
@@ -133,6 +134,13 @@ def test_missing_and_foreign_thumbnails_stay_out(tmp_path: Path) -> None:
     assert "3 thumbnails are missing" in note
     assert list(data_in(tmp_path / "run/page.html")["images"]) == [f"images/{names[3]}"]
     assert read_thumbnail(folder.parent, "../../secret.webp") is None
+
+
+def test_the_last_step_is_read_beside_the_summary_of_a_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=4)
+    entries = [LogEntry(3, "train", 0.0, {"grad_norm": math.nan}), LogEntry(3, "train", 0.0, {"train_runtime": 9.0})]
+    (run / "rollouts/logs.jsonl").write_bytes(b"".join(map(encode_entry, entries)))
+    assert report_of(run)["signs"] == [{"step": 3, "seen": "grad_norm is not finite"}]
 
 
 def test_an_evaluation_that_falls_or_has_no_right_answer_is_flagged(tmp_path: Path) -> None:

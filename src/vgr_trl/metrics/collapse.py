@@ -13,7 +13,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 ENGINE_BOUND = 0.1  # nats per token; numerics alone put an engine in bfloat16 at about 0.02
 WINDOW_STEPS = 8  # the mean of this many steps is compared with earlier means
-SMALLEST_RATE = 0.1  # rate of correct or well-formed answers; a fall from a lower rate is noise
+SMALLEST_RATE = 0.1  # rate of correct or well-formed answers, or another reward; a fall from a lower one is noise
 WATCHED = (
     "rewards/", "completions/mean_length", "completions/clipped_ratio", "entropy", "frac_reward_zero_std",
     "perception_loss", "perturbed_entropy", "clip_ratio/high_mean", "cispo_clip_ratio",
@@ -65,10 +65,10 @@ def find_collapse(histories: Mapping[str, MetricHistory], reward_weights: Mappin
 
     for name, weight in reward_weights.items():
         reward = complete.get(f"rewards/{name}/mean")
-        if reward is None or weight == 0 or reward.now >= reward.highest / 2:
+        if reward is None or weight == 0 or reward.highest < SMALLEST_RATE or reward.now >= reward.highest / 2:
             continue
         share = deviations.get(name, 0.0) / (sum(deviations.values()) or 1.0)
-        if ("accuracy" in name or "format" in name) and reward.highest >= SMALLEST_RATE:
+        if "accuracy" in name or "format" in name:
             fell(name, reward, slower, *([f"less weight on {vgr_rewards}"] if vgr_rewards else []))
         elif "vgr" in name and share > 0.5:
             note = f" and makes up {share:.0%} of the rewards' deviation"

@@ -245,7 +245,11 @@ def add_curves(page: Page, folder: Path) -> None:
     if not entries:
         page["notes"].append("The run has no logs yet, so there are no curves.")
     trained = {entry.step: entry for entry in entries if entry.mode == "train"}  # the last log of a repeated step
-    signs = first_signs((step, trained[step].values) for step in sorted(trained))
+    values: dict[int, dict[str, float | None]] = {}  # a run's summary is another log of its last step
+    for entry in entries:
+        if entry.mode == "train":
+            values.setdefault(entry.step, {}).update(entry.values)
+    signs = first_signs((step, values[step]) for step in sorted(values))
     points: dict[tuple[str, str], dict[int, float | None]] = {}
     times = {step: entry.time for step, entry in trained.items() if entry.time > 0}
     if len(set(times.values())) > 1:

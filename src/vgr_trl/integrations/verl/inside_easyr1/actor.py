@@ -141,7 +141,9 @@ class SignalWorker(fsdp_workers.FSDPWorker):  # type: ignore[misc]
         output = super().compute_log_probs(data)
         columns, self.actor.columns = self.actor.columns, {}
         if columns:
-            output = output.union(DataProto.from_dict(tensors={name: column.cpu() for name, column in columns.items()}))
+            measured = DataProto.from_dict(tensors={name: column.cpu() for name, column in columns.items()})
+            # Rows that processes with parts of a sequence share come back once.
+            output = output.union(self.ulysses_sharding_manager.postprocess_data(measured))
         return output
 
 
