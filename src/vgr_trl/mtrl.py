@@ -6,6 +6,7 @@ Like EasyR1, it starts as many processes as the configuration asks for, unless a
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = {**os.environ, _LAUNCHED_VARIABLE: "1"}
     if "--use_cpu" in words:
         environment["ACCELERATE_USE_CPU"] = "true"
-    return subprocess.run(command, env=environment, check=False).returncode
+    return launch(command, environment)
+
+
+def launch(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a command, to which SIGTERM is handed on, so that its processes save; return its exit status."""
+    with subprocess.Popen(command, env=environment) as launched:
+        before = signal.signal(signal.SIGTERM, lambda number, frame: launched.send_signal(number))
+        try:
+            return launched.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _build_launch_command(stated: Mapping[str, Any], flags: Sequence[str], words: Sequence[str]) -> list[str] | None:

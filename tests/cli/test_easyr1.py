@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,12 +130,12 @@ def launcher(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=80e9))
 
-    def run(command, env, check):
+    def launch(command, environment):
         started.append(command)
-        monkeypatch.setenv("VGR_TRL_LAUNCHED", env["VGR_TRL_LAUNCHED"])
-        return subprocess.CompletedProcess(command, 0)
+        monkeypatch.setenv("VGR_TRL_LAUNCHED", environment["VGR_TRL_LAUNCHED"])
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(mtrl, "launch", launch)
     monkeypatch.setattr(mtrl, "run_command", lambda arguments: started.append(arguments) or 0)
     return started
 
@@ -174,3 +175,15 @@ def test_nothing_is_started_that_cannot_train(config, launcher, monkeypatch, cap
         assert message in capsys.readouterr().err
     assert launcher == []
     assert mtrl.main([*given, *GAE, "--critic", "head"]) == 0
+
+
+def test_sigterm_reaches_the_processes(tmp_path):
+    trap = f"trap 'touch {tmp_path}/saved; exit 143' TERM; touch {tmp_path}/ready; while true; do sleep 0.05; done"
+    code = f"import os, sys; from vgr_trl import mtrl; sys.exit(mtrl.launch(['bash', '-c', {trap!r}], os.environ))"
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        while not (tmp_path / "ready").exists():
+            assert parent.poll() is None
+            time.sleep(0.05)
+        parent.terminate()
+        assert parent.wait(60) == 143
+    assert (tmp_path / "saved").exists()
