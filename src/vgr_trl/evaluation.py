@@ -341,7 +341,8 @@ def evaluate(
         DataError: no row has a usable solution, or there are no images to blank.
     """
     _check_questions(rows, group_by, blank_images)
-    _check_rewards(reward_funcs, rows[0])
+    for function in reward_funcs:
+        check_callable(function, rows[0])
     generator = CompletionGenerator(model, processor, max_completion_length)
     title = "evaluate (blank images)" if blank_images else "evaluate"
     records: list[dict[str, Any]] = []
@@ -355,17 +356,9 @@ def evaluate(
             graded = [grade(*answers) for answers in zip(batch, greedy, sampled, strict=True)]
             if blind and not blank_images and any(map(images_of, batch)):
                 _add_blind_accuracy(generator, batch, graded, system_prompt)
-            with keep_random_state(model.device):
-                rewards = compute_rewards(reward_funcs, batch, graded, generator.tokenizer)
-            for place, record in enumerate(graded):
-                record |= {"rewards": {name: values[place] for name, values in rewards.items()}} if rewards else {}
+            _add_rewards(generator, batch, graded, reward_funcs)
             records += graded
     return build_evaluation(records, None if group_by is None else [str(row[group_by]) for row in rows])
-
-
-def _check_rewards(functions: Sequence[Any], row: Mapping[str, Any]) -> None:
-    for function in functions:
-        check_callable(function, row)
 
 
 def _check_questions(rows: Sequence[Mapping[str, Any]], group_by: str | None, blank_images: bool) -> None:
@@ -385,6 +378,17 @@ def _add_blind_accuracy(
     inputs = generator.encode_prompts([build_conversation(row, True, system_prompt) for row in rows])
     for record, row, text in zip(records, rows, generator.generate(inputs, do_sample=False), strict=True):
         record["correct_blind"] = grade_completions(row, [text])[0]
+
+
+def _add_rewards(
+    generator: CompletionGenerator, rows: Sequence[Any], records: Sequence[dict[str, Any]], functions: Sequence[Any]
+) -> None:
+    """Add further rewards to the records of rows; what they draw changes no sample."""
+    with keep_random_state(generator.model.device):
+        rewards = compute_rewards(functions, rows, records, generator.tokenizer)
+    for name, values in rewards.items():
+        for record, value in zip(records, values, strict=True):
+            record.setdefault("rewards", {})[name] = value
 
 
 def print_scores(results: Mapping[str, Evaluation]) -> None:

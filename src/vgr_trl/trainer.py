@@ -389,7 +389,7 @@ class DAPOTrainer(ResumableTrainer, GRPOTrainer):
         return grpo_trainer.unsplit_pixel_values_by_grid(inputs)
 
     def _tokenize_views(self, prompts: list[Any]) -> Prompts:
-        """Tokenize some of a rollout's prompts with other images; TRL has the tools of an environment for each row."""
+        """Tokenize prompts with other images, of which TRL expects as many as rows if there are environments."""
         names = vars(self).get("_batch_environments", [])[:1] * len(prompts)
         with patched_attribute(self, "_batch_environments", names):
             return Prompts(*GRPOTrainer._tokenize_prompts(self, prompts))

@@ -44,6 +44,19 @@ def test_dependency_on_some_of_the_images(make, which):
         assert not dependency[mask].isnan().any()
 
 
+@pytest.fixture
+def play(model_folder, tmp_path, monkeypatch):
+    """Builds a trainer of prompts without images, whose images an environment shows."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in ("red", "blue")])
+
+    def build(environment, calls, **options):
+        deal = partial(deal_turns, turns=(calls,) * 4)
+        return tool_trainer(model_folder, rows, tmp_path / "run", environment_factory=environment, deal=deal, **options)
+
+    return build
+
+
 class Scene:
     """Shows an image of its own before the first turn, and one for each call."""
 
@@ -59,14 +72,10 @@ class Scene:
         return look(wide)
 
 
-def test_completions_of_a_prompt_may_be_shown_images_of_their_own(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+def test_completions_of_a_prompt_may_be_shown_images_of_their_own(play, monkeypatch):
     widths = itertools.cycle((56, 112))
     monkeypatch.setattr(Scene, "reset", lambda self, **row: look(next(widths)))
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in ("red", "blue")])
-    trainer = tool_trainer(model_folder, rows, tmp_path / "run", environment_factory=Scene, rollout_log_steps=1,
-                           enable_perception_filtering=True, deal=partial(deal_turns, turns=(1, 1, 1, 1)))  # fmt: skip
-    rollout = rollout_of(trainer)
+    rollout = rollout_of(play(Scene, 1, rollout_log_steps=1, enable_perception_filtering=True))
     sizes = [[image.size for image in rollout.perturbed_images[row]] for row in range(8)]
     assert sizes == [[image.size for image in of_row] for of_row in rollout.turns.images]
 
@@ -78,21 +87,13 @@ class Picture:
         return look(112)
 
 
-def test_environments_without_tools_render_prompts_of_views(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in ("red", "blue")])
-    trainer = tool_trainer(model_folder, rows, tmp_path / "run", environment_factory=Picture, check_pixels=True,
-                           enable_perception_filtering=True, deal=partial(deal_turns, turns=(0, 0, 0, 0)))  # fmt: skip
-    rollout = rollout_of(trainer)
+def test_environments_without_tools_render_prompts_of_views(play):
+    rollout = rollout_of(play(Picture, 0, check_pixels=True, enable_perception_filtering=True))
     assert not rollout.signals.dependency[rollout.signals.mask].isnan().any()
 
 
-def test_recorded_images_have_their_own_grids_behind_those_of_an_environment(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in ("red", "blue")])
-    trainer = tool_trainer(model_folder, rows, tmp_path / "run", environment_factory=Scene, rollout_log_steps=1,
-                           deal=partial(deal_turns, turns=(1, 1, 1, 1)))  # fmt: skip
-    trainer.train()
+def test_recorded_images_have_their_own_grids_behind_those_of_an_environment(play, tmp_path):
+    play(Scene, 1, rollout_log_steps=1).train()
     for completion in next(read_run(tmp_path / "run").records()).completions:
         shown, returned = completion.images
         assert [(shown.width, shown.height), (returned.width, returned.height)] == [(112, 56), (56, 56)]

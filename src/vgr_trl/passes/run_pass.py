@@ -63,7 +63,7 @@ def cast_adapters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
         dtype: type in which autocast computes (`adapter_dtype`); None: nothing is cast.
     """
     layers = [module for module in model.modules() if type(module) is Linear] if dtype is not None else []
-    flags, cast = list[Any](), list[Any]()
+    flags, casting = list[Any](), list[Any]()
     try:
         for layer in layers:
             names = [name for name in layer.active_adapters if name in layer.lora_A]
@@ -76,12 +76,12 @@ def cast_adapters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
             linear: Any
             for linear in (linear for pair in pairs for linear in pair):
                 linear.forward = partial(functional.linear, weight=linear.weight.to(dtype), bias=linear.bias)
-                cast.append(linear)
+                casting.append(linear)
         yield
     finally:
         for layer, enabled in flags:
             layer.cast_input_dtype_enabled = enabled
-        for linear in cast:
+        for linear in casting:
             del linear.forward
 
 

@@ -341,8 +341,8 @@ def _number_images(inputs: Mapping[str, Any], text: Any, tokens: Tensor) -> Tens
     if types is None or (text.model_type == "gemma4_text" and text.use_bidirectional_attention != "vision"):
         return None
     require("flash" not in text._attn_implementation, "flash attention to images that see themselves")
-    if text.model_type == "gemma4_text":  # before transformers 5.17 not in windowed layers alone
-        known = vars(sys.modules["transformers.models.gemma4.modeling_gemma4"])
+    if text.model_type == "gemma4_text":  # from transformers 5.17 on they see themselves in windowed layers alone
+        known = dir(sys.modules.get("transformers.models.gemma4.modeling_gemma4"))
         require("create_masks_for_vision_model" in known, "images that see themselves in every layer")
     is_image = torch.isin(types, types.new_tensor(kinds))  # (B, S)
     begins = is_image & ~pad(is_image, (1, 0))[:, :-1]
